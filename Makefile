@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both build .venv first if it is not there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+SOURCES := pyproject.toml constraints.txt
+
+.PHONY: demo test test-fast test-serial lint notebooks train clean
+
+demo: $(VENV)/.demo  ## install the library and continue a prompt with the checkpoint that ships with it
+	$(BIN)/glm5fn generate
+
+test: $(VENV)/.test  ## every test: the quick ones side by side, then those that measure time or memory, alone
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not serial"
+	$(BIN)/python -m pytest -m serial
+
+lint: $(VENV)/.test  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+train: $(VENV)/.test  ## train the checkpoint again (stop at any time, the same command resumes)
+	$(BIN)/python -m training.train --run runs/pydoc
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "glm5fn needs Python 3.10 or newer: make PYTHON=python3.11 ..."'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(SOURCES) | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test: $(SOURCES) | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e '.[test,notebook,bench]'
+	touch $@ $(VENV)/.demo

@@ -1,0 +1,3 @@
+from glm5fn.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,216 @@
+"""Caches: what a model remembers between calls, as immutable trees of tensors.
+
+A cache is a value. Functions take one and return the next; the old one stays valid unless ``donate=True`` was passed, so a
+notebook can keep any earlier cache and branch from it. All classes are NamedTuples, hence PyTorch pytrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+from glm5fn.config import Config
+from glm5fn.dispatch import ContractError
+
+__all__ = [
+    "IndexCache", "KDACache", "LayerCache", "MLACache", "ModelCache",
+    "cache_nbytes", "capacity", "describe", "fork", "init_cache", "ring_size", "select",
+]  # fmt: skip
+
+
+class KDACache(NamedTuple):
+    """What a KDA layer remembers; its size does not depend on the context.
+
+    Attributes:
+        conv: ``[B, W-1+num_spec, H*(2K+V)]`` the last inputs of the causal convolution (q, k, v channels side by side), oldest
+            first, in the activation dtype.
+        state: ``[B, H, V, K]`` float32 recurrent state; with ``num_spec`` > 0 ``[B, num_spec+1, H, V, K]``, one per query token.
+    """
+
+    conv: torch.Tensor
+    state: torch.Tensor
+
+
+class IndexCache(NamedTuple):
+    """What the kpool indexer of an MLA layer remembers.
+
+    Attributes:
+        pooled: ``[B, P, I]`` one key per complete pool of ``index_kpool`` tokens, P = ceil(S / index_kpool).
+        tail: ``[B, 2, ring, I]`` keys (0) and compression scores (1) of the latest tokens; the token at position p sits at
+            ``p % ring``. A pool that a later call completes takes its earlier members from here.
+    """
+
+    pooled: torch.Tensor
+    tail: torch.Tensor
+
+
+class MLACache(NamedTuple):
+    """What an MLA layer remembers.
+
+    Attributes:
+        latent: ``[B, S, R]`` normalised latents of the tokens seen so far, zeros beyond them.
+        index: the indexer's part, or None for a layer without an indexer.
+    """
+
+    latent: torch.Tensor
+    index: IndexCache | None
+
+
+LayerCache: TypeAlias = "KDACache | MLACache"
+
+
+class ModelCache(NamedTuple):
+    """The cache of the whole text model.
+
+    Attributes:
+        layers: one :class:`KDACache` or :class:`MLACache` per layer, in layer order.
+        length: int32 ``[B]`` tokens seen so far, per row.
+    """
+
+    layers: tuple[LayerCache, ...]
+    length: torch.Tensor
+
+
+def ring_size(kpool: int, num_spec: int = 0) -> int:
+    """Slots of the indexer's tail ring: enough that ``num_spec`` rejected tokens never overwrite a member that a redo needs.
+
+    Example:
+        >>> [ring_size(4, s) for s in (0, 1, 4, 5, 12)]
+        [4, 8, 8, 16, 16]
+    """
+    pools = -(-(kpool + num_spec) // kpool)
+    return kpool * (1 << (pools - 1).bit_length())
+
+
+def init_cache(
+    cfg: Config,
+    batch: int,
+    capacity: int,
+    *,
+    num_spec: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> ModelCache:
+    """An empty cache for ``batch`` rows of up to ``capacity`` tokens.
+
+    Args:
+        cfg: the model's configuration.
+        batch: rows, B.
+        capacity: tokens per row that the MLA layers can hold, S. KDA layers have no limit.
+        num_spec: draft tokens that a later verification step may feed beside the accepted one.
+        device: where the tensors live.
+        dtype: activation dtype of convolution states, latents and index keys. Recurrent states are float32 (float64 if this is).
+
+    Returns:
+        A :class:`ModelCache` of zeros with length 0.
+
+    Raises:
+        ContractError: if a number is negative or the capacity exceeds ``cfg.max_position_embeddings``.
+
+    Example:
+        >>> import glm5fn
+        >>> cfg, _ = glm5fn.load_checkpoint(glm5fn.shipped_checkpoint())
+        >>> cache = init_cache(cfg, batch=1, capacity=256)
+        >>> cache.length
+        tensor([0], dtype=torch.int32)
+    """
+    for name, value, least in (("batch", batch, 0), ("capacity", capacity, 0), ("num_spec", num_spec, 0)):
+        if value < least:
+            raise ContractError(f"init_cache: {name} must be at least {least}, got {value}.")
+    if capacity > cfg.max_position_embeddings:
+        raise ContractError(
+            f"init_cache: capacity must be at most the model's max_position_embeddings {cfg.max_position_embeddings}, got {capacity}."
+        )
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    H, K = cfg.linear_num_heads, cfg.linear_head_dim
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    spec = (num_spec + 1,) if num_spec else ()
+
+    def layer(kind: str) -> LayerCache:
+        if kind == "linear_attention":
+            return KDACache(
+                conv=zeros(batch, cfg.linear_conv_kernel_dim - 1 + num_spec, 3 * H * K),
+                state=zeros(batch, *spec, H, K, K, dtype=state_dtype),
+            )
+        pools = -(-capacity // cfg.index_kpool)
+        index = IndexCache(
+            pooled=zeros(batch, pools, cfg.index_head_dim),
+            tail=zeros(batch, 2, ring_size(cfg.index_kpool, num_spec), cfg.index_head_dim),
+        )
+        return MLACache(latent=zeros(batch, capacity, cfg.kv_lora_rank), index=index)
+
+    return ModelCache(tuple(layer(kind) for kind in cfg.layer_types), zeros(batch, dtype=torch.int32))
+
+
+def capacity(cache: ModelCache) -> int | None:
+    """Tokens per row that ``cache`` can hold, or None if no layer limits it (a model of KDA layers only)."""
+    return next((layer.latent.shape[1] for layer in cache.layers if isinstance(layer, MLACache)), None)
+
+
+def fork(cache: ModelCache) -> ModelCache:
+    """A copy of ``cache`` that shares no memory with it, to keep a branch safe from later ``donate=True`` calls."""
+    return pytree.tree_map(torch.clone, cache)
+
+
+def select(cache: ModelCache, rows: Sequence[int] | torch.Tensor) -> ModelCache:
+    """The cache of the given ``rows``, in that order, as a copy; a row may be repeated, which is how one prompt becomes a beam.
+
+    Raises:
+        ContractError: if a row does not exist.
+    """
+    index = torch.as_tensor(rows, dtype=torch.int64, device=cache.length.device)
+    batch = cache.length.shape[0]
+    if index.dim() != 1:
+        raise ContractError(f"select: rows must be a list of row numbers, got {index.dim()} dimensions.")
+    wrong = [r for r in index.tolist() if not 0 <= r < batch]
+    if wrong:
+        raise ContractError(f"select: rows must be in 0..{batch - 1} for a cache of {batch} rows, got {wrong}.")
+    return pytree.tree_map(lambda x: x.index_select(0, index), cache)
+
+
+def cache_nbytes(cache: ModelCache) -> int:
+    """Bytes of all tensors in ``cache``."""
+    return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(cache))
+
+
+def describe(cache: ModelCache) -> str:
+    """``cache`` as a readable tree with shapes, dtypes and bytes.
+
+    Example:
+        >>> import glm5fn
+        >>> cfg = glm5fn.Config.from_pretrained(glm5fn.shipped_checkpoint())
+        >>> print(describe(init_cache(cfg, 1, 64)).splitlines()[0].startswith("ModelCache: 1 row, "))
+        True
+    """
+    rows = cache.length.shape[0]
+    lines = [f"ModelCache: {rows} row{'s' * (rows != 1)}, capacity {capacity(cache)} tokens, {_size(cache_nbytes(cache))}"]
+    lines.append(_leaf("length", cache.length) + (f" = {cache.length.tolist()}" if cache.length.device.type != "meta" else ""))
+    for number, layer in enumerate(cache.layers):
+        lines.append(f"  layers[{number}] {type(layer).__name__}")
+        if isinstance(layer, KDACache):
+            fields = {"conv": layer.conv, "state": layer.state}
+        else:
+            fields = {"latent": layer.latent}
+            if layer.index is not None:
+                fields |= {"index.pooled": layer.index.pooled, "index.tail": layer.index.tail}
+        lines += ["  " + _leaf(name, x) for name, x in fields.items()]
+    return "\n".join(lines)
+
+
+def _leaf(name: str, x: torch.Tensor) -> str:
+    shape = ", ".join(map(str, x.shape))
+    return f"  {name:<13} [{shape}] {str(x.dtype).removeprefix('torch.')} {_size(x.numel() * x.element_size())}"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"

@@ -1,0 +1,231 @@
+"""The text model: :func:`forward`, :func:`prefill`, :func:`decode_step`. Pure functions: cache in, cache out.
+
+All three run the same layers; they differ in which logits they return and in what they may read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from glm5fn.blocks import Rows, decoder_layer
+from glm5fn.cache import ModelCache, capacity, init_cache
+from glm5fn.config import Config
+from glm5fn.dims import compute_dtype
+from glm5fn.dispatch import ContractError
+from glm5fn.ops.norm import rms_norm
+from glm5fn.params import Params
+
+__all__ = ["decode_step", "forward", "hidden_states", "prefill"]
+
+
+def forward(
+    params: Params,
+    cfg: Config,
+    tokens: torch.Tensor,
+    cache: ModelCache | None = None,
+    *,
+    lengths: Sequence[int] | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ModelCache]:
+    """Logits of every token.
+
+    Args:
+        params: parameters from :func:`load_checkpoint` or :func:`init_params`.
+        cfg: the model's configuration.
+        tokens: integer ``[B, T]`` token ids that follow what ``cache`` holds.
+        cache: the cache to continue from; None starts new sequences in a cache of capacity T.
+        lengths: ``[B]`` valid tokens per row when rows are padded on the right; None means all T. Read on the host.
+
+    Returns:
+        Logits ``[B, T, Vocab]`` in the parameters' dtype, zero where a row is padded, and the next cache.
+
+    Raises:
+        ContractError: on tokens outside the vocabulary, on a cache that does not fit the model or the batch, and when a row would
+            exceed the cache's capacity. Nothing has been written then.
+
+    Example:
+        >>> import torch, glm5fn
+        >>> cfg, params = glm5fn.load_checkpoint(glm5fn.shipped_checkpoint(), dtype=torch.float32)
+        >>> logits, cache = forward(params, cfg, torch.tensor([[72, 105]]))
+        >>> logits.shape[:2], cache.length.tolist()
+        (torch.Size([1, 2]), [2])
+    """
+    hidden, cache = hidden_states(params, cfg, tokens, cache, lengths=lengths, op="forward")
+    logits = F.linear(hidden, params.lm_head)
+    return logits, cache
+
+
+def prefill(
+    params: Params,
+    cfg: Config,
+    tokens: torch.Tensor,
+    cache: ModelCache,
+    *,
+    lengths: Sequence[int] | torch.Tensor | None = None,
+    donate: bool = False,
+) -> tuple[torch.Tensor, ModelCache]:
+    """Feed a prompt, or the next piece of one: call it again to continue, any split gives the same result.
+
+    Args:
+        params: parameters from :func:`load_checkpoint` or :func:`init_params`.
+        cfg: the model's configuration.
+        tokens: integer ``[B, T]``.
+        cache: from :func:`init_cache` or an earlier call.
+        lengths: ``[B]`` valid tokens per row when rows are padded on the right; 0 leaves a row as it was. Read on the host.
+        donate: the old cache's memory may be reused; do not use ``cache`` afterwards.
+
+    Returns:
+        Logits ``[B, Vocab]`` of each row's last valid token (zeros for a row with none), and the next cache.
+
+    Raises:
+        ContractError: as :func:`forward`.
+
+    Example:
+        >>> import torch, glm5fn
+        >>> cfg, params = glm5fn.load_checkpoint(glm5fn.shipped_checkpoint(), dtype=torch.float32)
+        >>> cache = glm5fn.init_cache(cfg, 1, 16, dtype=torch.float32)
+        >>> logits, cache = prefill(params, cfg, torch.tensor([[72, 105, 33]]), cache)
+        >>> logits, cache = decode_step(params, cfg, logits.argmax(-1), cache)
+        >>> cache.length.tolist()
+        [4]
+    """
+    hidden, new_cache = hidden_states(params, cfg, tokens, cache, lengths=lengths, donate=donate, op="prefill")
+    B, T = tokens.shape
+    if T == 0:
+        return hidden.new_zeros(B, params.lm_head.shape[0]), new_cache
+    if lengths is None:
+        return F.linear(hidden[:, -1], params.lm_head), new_cache
+    count = torch.as_tensor(lengths, device=hidden.device).long()
+    last = hidden[torch.arange(B, device=hidden.device), (count - 1).clamp(min=0)]
+    return F.linear(last, params.lm_head).masked_fill(count[:, None] == 0, 0), new_cache
+
+
+def decode_step(
+    params: Params, cfg: Config, tokens: torch.Tensor, cache: ModelCache, *, donate: bool = False
+) -> tuple[torch.Tensor, ModelCache]:
+    """One token for every row.
+
+    Nothing is read from an accelerator, so steps queue without stalling it. That is also why an overflow of the capacity is an
+    error only where the lengths are on the CPU; elsewhere, and in captured graphs, the caller counts (:func:`generate` does), and
+    a token too many overwrites the last entry of its row.
+
+    Args:
+        params: parameters from :func:`load_checkpoint` or :func:`init_params`.
+        cfg: the model's configuration.
+        tokens: integer ``[B]``.
+        cache: from :func:`prefill` or an earlier step.
+        donate: the old cache's memory may be reused; do not use ``cache`` afterwards.
+
+    Returns:
+        Logits ``[B, Vocab]`` and the next cache.
+
+    Raises:
+        ContractError: as :func:`forward`.
+    """
+    if tokens.dim() != 1:
+        raise ContractError(f"decode_step: tokens must be [B], one per row, got {list(tokens.shape)}. Use prefill for [B, T].")
+    _check(params, cfg, tokens[:, None], cache, "decode_step")
+    _check_capacity(cache, [1] * tokens.shape[0], "decode_step")
+    rows = Rows(cache.length)
+    hidden, layers = _run(params, cfg, tokens[:, None], cache, rows, donate)
+    return F.linear(hidden[:, 0], params.lm_head), ModelCache(layers, cache.length + 1)
+
+
+def hidden_states(
+    params: Params,
+    cfg: Config,
+    tokens: torch.Tensor,
+    cache: ModelCache | None = None,
+    *,
+    lengths: Sequence[int] | torch.Tensor | None = None,
+    donate: bool = False,
+    op: str = "hidden_states",
+) -> tuple[torch.Tensor, ModelCache]:
+    """Like :func:`forward`, but the hidden states ``[B, T, D]`` after the final norm, before ``lm_head``."""
+    if tokens.dim() != 2:
+        raise ContractError(f"{op}: tokens must be [B, T], got {list(tokens.shape)}.")
+    B, T = tokens.shape
+    if cache is None:
+        cache = init_cache(cfg, B, T, device=params.embed.device, dtype=params.embed.dtype)
+    _check(params, cfg, tokens, cache, op)
+    counts = [T] * B if lengths is None else _counts(lengths, B, T, op)
+    longest = _check_capacity(cache, counts, op)
+    if all(count == T for count in counts):
+        hidden, layers = _run(params, cfg, tokens, cache, Rows(cache.length, longest=longest), donate)
+        return hidden, ModelCache(layers, cache.length + T)
+
+    cu_seqlens = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=tokens.device)
+    packed = torch.cat([tokens[b, :count] for b, count in enumerate(counts)])[None]
+    rows = Rows(cache.length, tuple(counts), cu_seqlens, longest)
+    hidden, layers = _run(params, cfg, packed, cache, rows, donate)
+    padded = pad_sequence(list(hidden[0].split(counts)), batch_first=True)
+    padded = F.pad(padded, (0, 0, 0, T - padded.shape[1]))
+    return padded, ModelCache(layers, cache.length + cu_seqlens.diff())
+
+
+def _run(
+    params: Params, cfg: Config, tokens: torch.Tensor, cache: ModelCache, rows: Rows, donate: bool
+) -> tuple[torch.Tensor, tuple]:
+    x = F.embedding(tokens, params.embed)
+    if cfg.mhc:
+        x = x[:, :, None].expand(-1, -1, cfg.hc_mult, -1)
+    layers = []
+    for p, layer_cache in zip(params.layers, cache.layers, strict=True):
+        assert p is not None
+        x, layer_cache = decoder_layer(p, cfg, x, layer_cache, rows, donate=donate)
+        layers.append(layer_cache)
+    if cfg.mhc:
+        x = x.to(compute_dtype(x.dtype)).mean(2).to(x.dtype)
+    return rms_norm(x, params.norm, eps=cfg.rms_norm_eps), tuple(layers)
+
+
+def _counts(lengths: Sequence[int] | torch.Tensor, batch: int, tokens: int, op: str) -> list[int]:
+    counts = lengths.tolist() if isinstance(lengths, torch.Tensor) else [int(n) for n in lengths]
+    if len(counts) != batch or any(not 0 <= n <= tokens for n in counts):
+        raise ContractError(f"{op}: lengths must be {batch} numbers, one per row, each in 0..T={tokens}, got {counts}.")
+    return counts
+
+
+def _check(params: Params, cfg: Config, tokens: torch.Tensor, cache: ModelCache, op: str) -> None:
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ContractError(f"{op}: tokens must be int64 or int32 token ids, got {str(tokens.dtype).removeprefix('torch.')}.")
+    missing = [i for i, p in enumerate(params.layers) if p is None]
+    if missing:
+        raise ContractError(f"{op}: params were loaded without layers {missing}. Load the checkpoint without layers= to run it.")
+    if not len(params.layers) == len(cache.layers) == cfg.num_hidden_layers:
+        raise ContractError(
+            f"{op}: cfg has {cfg.num_hidden_layers} layers, but params has {len(params.layers)} and cache {len(cache.layers)}."
+        )
+    if cache.length.shape[0] != tokens.shape[0]:
+        raise ContractError(
+            f"{op}: tokens has {tokens.shape[0]} rows, but cache has {cache.length.shape[0]}. Use init_cache(cfg, batch={tokens.shape[0]}, ...)."
+        )
+    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+        low, high = (int(x.numpy()) for x in torch.aminmax(tokens))
+        if low < 0 or high >= params.embed.shape[0]:
+            raise ContractError(
+                f"{op}: tokens must be in 0..{params.embed.shape[0] - 1} (the vocabulary), got {low if low < 0 else high}."
+            )
+
+
+def _check_capacity(cache: ModelCache, counts: list[int], op: str) -> int | None:
+    """Raise if a row would outgrow the cache; return the longest row's length after the call, if the host may know it."""
+    if torch.compiler.is_compiling() or cache.length.device.type == "meta":
+        return None
+    if op == "decode_step" and cache.length.device.type != "cpu":
+        return None
+    after = [(length + count, row, length) for row, (length, count) in enumerate(zip(cache.length.tolist(), counts, strict=True))]
+    limit = capacity(cache)
+    if not after:
+        return 0
+    total, row, length = max(after)
+    if limit is not None and total > limit:
+        raise ContractError(
+            f"{op}: row {row} holds {length} tokens and {total - length} more make {total}, but the cache has capacity {limit}. "
+            f"Make a larger one with init_cache(..., capacity={total})."
+        )
+    return total
