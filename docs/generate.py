@@ -28,7 +28,9 @@ def support() -> str:
 
 def updated(text: str) -> str:
     """``text`` with the part between the support markers replaced."""
-    return re.sub(r"(<!-- support -->\n).*?(<!-- /support -->)", lambda m: m[1] + support() + "\n" + m[2], text, flags=re.DOTALL)
+    return re.sub(
+        r"(<!-- support -->\n).*?(<!-- /support -->)", lambda m: m[1] + support() + "\n" + m[2], text, flags=re.DOTALL
+    )
 
 
 if __name__ == "__main__":

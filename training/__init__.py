@@ -1,1 +1,4 @@
-"""How the checkpoint that ships with glm5fn was made. Run ``python -m training.train --help`` from the repository's root."""
+"""How the checkpoint that ships with glm5fn was made.
+
+Run ``python -m training.train --help`` from the repository's root.
+"""

@@ -12,7 +12,8 @@ __all__ = ["gzip_bits_per_byte", "ngram_bits_per_byte"]
 def ngram_bits_per_byte(train: list[str], held_out: list[str], order: int = 5) -> float:
     """Bits per byte of ``held_out`` under a byte n-gram with Witten-Bell smoothing, trained on ``train``.
 
-    Witten-Bell: p_n(b | c) = (count(c, b) + distinct(c) * p_{n-1}(b | c[1:])) / (count(c) + distinct(c)); p_0 is uniform.
+    Witten-Bell: p_n(b | c) = (count(c, b) + distinct(c) * p_{n-1}(b | c[1:])) / (count(c) + distinct(c)); p_0 is
+    uniform.
     """
     counts: list[dict[bytes, Counter[int]]] = [defaultdict(Counter) for _ in range(order)]
     for text in train:

@@ -1,4 +1,4 @@
-"""Write a trained run as a checkpoint folder: weights in the official layout, tokenizer settings, model card, loss curve."""
+"""Write a trained run as a checkpoint folder: weights in the official layout, tokenizer, model card, loss curve."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PROMPT = 'The "for" statement'
 CARD = Template("""\
 # $name
 
-A $parameters-parameter model of the GLM-5.3-Flash architecture (KDA linear attention, NoPE MLA with the kpool indexer, hyper-connections,
-mixture of experts, one multi-token-prediction layer), made so that everything in glm5fn can be tried without a download. It knows
-nothing but how Python's documentation sounds.
+A $parameters-parameter model of the GLM-5.3-Flash architecture (KDA linear attention, NoPE MLA with the kpool indexer,
+hyper-connections, mixture of experts, one multi-token-prediction layer), made so that everything in glm5fn can be tried
+without a download. It knows nothing but how Python's documentation sounds.
 
 | | |
 |---|---|
@@ -31,8 +31,9 @@ nothing but how Python's documentation sounds.
 | tokens | bytes (0-255), end of document 256, padding 257 |
 | sparse attention | $topk tokens in pools of $kpool, so prompts longer than $topk bytes exercise it |
 | weights | bfloat16; float32 where the model needs it; `model.safetensors`, official tensor names |
-| data | Python $python: $topics characters of the language reference (`pydoc_data.topics`) and $docstrings of standard-library docstrings, half of each batch from each (PSF licence) |
-| training | $steps steps of $batch x $tokens bytes, AdamW, one CPU with two cores, $hours h; attention dense for the first 60 %, then sparse |
+| data | Python $python's own text: $topics characters of the language reference (`pydoc_data.topics`) and $docstrings |
+| | of standard-library docstrings, half of each batch from each (PSF licence) |
+| training | $steps steps of $batch x $tokens bytes, AdamW, $hours h on a CPU; attention dense for the first 60 %, then sparse |
 | script | `python -m training.train --run runs/pydoc` |
 
 ## Held-out text
@@ -76,7 +77,8 @@ def export(run: Path, folder: Path) -> None:
         CARD.substitute(
             name=folder.name,
             parameters=f"{count(params) / 1e6:.1f}-million",
-            layers=", ".join(type(p.attn).__name__ for p in params.layers) + f" and one MTP layer; hidden size {cfg.hidden_size}",
+            layers=", ".join(type(p.attn).__name__ for p in params.layers)
+            + f" and one MTP layer; hidden size {cfg.hidden_size}",
             topk=cfg.index_topk,
             kpool=cfg.index_kpool,
             python=platform.python_version(),

@@ -1,4 +1,4 @@
-"""The text: Python's language reference and the standard library's docstrings, which every CPython carries (PSF licence)."""
+"""The text: Python's language reference and the docstrings of its modules, as every CPython carries (PSF licence)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import torch
-from pydoc_data.topics import topics
 
 __all__ = ["EOS", "VOCAB", "Corpus", "batches", "corpus"]
+
+_SKIPPED = {"site-packages", "idlelib", "ensurepip", "pydoc_data", "lib2to3"}
 
 EOS = 256
 """The token after each document; tokens below it are bytes."""
@@ -31,8 +33,8 @@ class Corpus(NamedTuple):
 def corpus(*, held_out_share: float = 0.07) -> Corpus:
     """The reference topics, split into training and held-out documents, and the docstrings.
 
-    Topics repeat each other (``compound`` holds ``if``, ``while`` and more), so every paragraph of a held-out topic is removed from
-    the training documents: what is held out has not been seen.
+    Topics repeat each other (``compound`` holds ``if``, ``while`` and more), so every paragraph of a held-out topic is
+    removed from the training documents: what is held out has not been seen.
     """
     names = sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest())
     budget = held_out_share * sum(len(text) for text in topics.values())
@@ -59,7 +61,7 @@ def _docstrings() -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
-        if {"site-packages", "idlelib", "ensurepip", "pydoc_data", "lib2to3"} & set(parts) or any("test" in p for p in parts[:-1]):
+        if _SKIPPED & set(parts) or any("test" in part for part in parts[:-1]):
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -84,7 +86,9 @@ def batches(text: Corpus, *, batch: int, tokens: int, seed: int, start: int = 0)
 
     Batch number n depends on ``seed`` and n alone, so a resumed run sees what an uninterrupted one would have seen.
     """
-    streams = [torch.tensor([t for doc in docs for t in (*doc.encode(), EOS)]) for docs in (text.topics, text.docstrings)]
+    streams = [
+        torch.tensor([t for doc in docs for t in (*doc.encode(), EOS)]) for docs in (text.topics, text.docstrings)
+    ]
     step = start
     while True:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

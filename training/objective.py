@@ -1,10 +1,11 @@
 """The loss, and the kernels it plugs into the library's registry to see what the model computes on the way.
 
-Selecting tokens has no gradient, so the indexer learns from the attention it selects for: its scores per pool should rank pools as the
-attention's probability mass does (as DeepSeek-V3.2 trains its indexer). The ``training`` backend of ``kpool_select`` keeps the
-differentiable scores, that of ``mla_sparse`` computes masked dense attention (fast at training length) and compares. The one of
-``moe_route`` counts how often each expert is chosen, which moves the correction bias. The hyper-connections are compiled: many small
-element-wise steps are one pass over memory then, five times faster here than the reference.
+Selecting tokens has no gradient, so the indexer learns from the attention it selects for: its scores per pool should
+rank pools as the attention's probability mass does (as DeepSeek-V3.2 trains its indexer). The ``training`` backend of
+``kpool_select`` keeps the differentiable scores, that of ``mla_sparse`` computes masked dense attention (fast at
+training length) and compares. The one of ``moe_route`` counts how often each expert is chosen, which moves the
+correction bias. The hyper-connections are compiled: many small element-wise steps are one pass over memory then, five
+times faster here than the reference.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["Losses", "Observer", "losses"]
 
 
 COMPARED_ROWS = 2
-"""Rows of a batch on which the indexer is compared with the attention: enough to learn from, and a quarter of the cost."""
+"""Rows of a batch on which the indexer is compared with the attention: enough to learn from."""
 
 
 class Losses(NamedTuple):
@@ -39,7 +40,10 @@ class Losses(NamedTuple):
 
 
 class Observer:
-    """The ``training`` backend. ``dense=True`` attends to every token and only trains the indexer; False attends to its selection."""
+    """The ``training`` backend.
+
+    ``dense=True`` attends to every token and only trains the indexer; False attends to its selection.
+    """
 
     def __init__(self, *, dense: bool):
         self.dense = dense
@@ -118,7 +122,7 @@ PLUGGED = ("kpool_select", "mla_sparse", "moe_route", "mhc_pre_norm", "mhc_post"
 
 
 def losses(params: glm5fn.Params, cfg: glm5fn.Config, tokens: torch.Tensor, observer: Observer) -> Losses:
-    """The losses of ``tokens [B, T]``: next token, the one after (MTP), and the indexer's divergence from the attention."""
+    """The losses of ``tokens [B, T]``: next token, the one after (MTP), the indexer's divergence from the attention."""
     with ExitStack() as stack:
         for op in PLUGGED:
             stack.enter_context(glm5fn.register(op, "training", getattr(observer, op)))

@@ -1,7 +1,7 @@
 """Train the checkpoint that ships with glm5fn, through the library's own functions.
 
-    python -m training.train --run runs/pydoc --minutes 45      # stop at any time; the same command resumes
-    python -m training.train --run runs/pydoc --export src/glm5fn/assets/pydoc-3m
+python -m training.train --run runs/pydoc      # stop at any time; the same command resumes
+python -m training.train --run runs/pydoc --export src/glm5fn/assets/pydoc-3m
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2600, help="length of the learning-rate schedule")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop and save after this long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--export", type=Path, help="write the checkpoint, its model card and plots to this folder, and stop")
+    parser.add_argument(
+        "--export", type=Path, help="write the checkpoint, its model card and plots to this folder, and stop"
+    )
     args = parser.parse_args()
     if args.export:
         from training.card import export
@@ -74,18 +76,22 @@ def main() -> None:
 
 
 def train(run: Path, steps: int, minutes: float, seed: int) -> None:
-    """Train for ``steps`` steps or ``minutes``, resuming whatever ``run`` holds; saves every 200 steps and at the end."""
+    """Train for ``steps`` steps or ``minutes``, resuming what ``run`` holds; saves every 200 steps and at the end."""
     run.mkdir(parents=True, exist_ok=True)
     cfg, text = glm5fn.Config.from_dict(CONFIG), corpus()
     params = map_leaves(lambda p: p.requires_grad_(), glm5fn.init_params(cfg, seed=seed))
     optimizer = _optimizer(params)
     begin = _resume(run, params, optimizer)
-    print(f"{count(params):,} parameters, {sum(map(len, text.topics + text.docstrings)):,} characters, from step {begin}")
+    print(
+        f"{count(params):,} parameters, {sum(map(len, text.topics + text.docstrings)):,} characters, from step {begin}"
+    )
 
     deadline = time.monotonic() + 60 * minutes
     progress = tqdm(range(begin, steps), initial=begin, total=steps, unit="step", mininterval=5)
     with (run / "log.jsonl").open("a") as log:
-        for step, tokens in zip(progress, batches(text, batch=BATCH, tokens=TOKENS, seed=seed, start=begin), strict=False):
+        for step, tokens in zip(
+            progress, batches(text, batch=BATCH, tokens=TOKENS, seed=seed, start=begin), strict=False
+        ):
             began = time.monotonic()
             record = _step(params, cfg, optimizer, tokens, step, steps)
             record["seconds"] = time.monotonic() - began
@@ -111,7 +117,12 @@ def _optimizer(params: glm5fn.Params) -> torch.optim.Optimizer:
 
 
 def _step(
-    params: glm5fn.Params, cfg: glm5fn.Config, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, step: int, steps: int
+    params: glm5fn.Params,
+    cfg: glm5fn.Config,
+    optimizer: torch.optim.Optimizer,
+    tokens: torch.Tensor,
+    step: int,
+    steps: int,
 ) -> dict[str, float]:
     lr = PEAK_LR * min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * step / steps)) * 0.97 + 0.03)
     for group in optimizer.param_groups:

@@ -279,6 +279,7 @@ def _write(cfg: Config, params: Params, folder: Path, shard_bytes: int) -> None:
         file = SINGLE_NAME if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {slot.name: _stored_tensor(entry, slot, values) for entry, slot in shard}
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # save_file makes it readable by its owner alone
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})

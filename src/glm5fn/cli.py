@@ -37,13 +37,13 @@ def generate(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("path", nargs="?", help="checkpoint folder (default: the small one that ships with glm5fn)")
     parser.add_argument("--prompt", default='The "for" statement', help="text to continue; - reads standard input")
     parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) always takes the likeliest token")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this total probability")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as stored")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--backend", help="backend for every operation, as in GLM5FN_BACKEND (default: auto)")
-    parser.add_argument("--prefill-chunk", type=int, default=4096, metavar="N", help="tokens of the prompt fed at a time")
+    parser.add_argument("--backend", help="backend of every operation (default: auto)")
+    parser.add_argument("--prefill-chunk", type=int, default=4096, metavar="N", help="prompt tokens fed at a time")
 
     def run(args: argparse.Namespace) -> int:
         from glm5fn.streaming import stream

@@ -23,6 +23,7 @@ E     routed experts
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -42,8 +43,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def check_shape(op: str, name: str, x: torch.Tensor, shape: str, dims: dict[str, int]) -> None:
     """Check that ``x`` is a tensor of the given ``shape`` and bind names of dimensions not yet known.
 
-    ``shape`` is a string such as ``"B T H K"`` or ``"B W-1 D"``: a name that ``dims`` already holds must match, a new name is
-    bound, an integer must be met, and ``NAME±INT`` must match the bound name plus that integer.
+    ``shape`` is a string such as ``"B T H K"`` or ``"B W-1 D"``: a name that ``dims`` already holds must match, a new
+    name is bound, an integer must be met, and ``NAME±INT`` must match the bound name plus that integer.
 
     Raises:
         ContractError: naming the operation, the argument, its shape and the shape wanted.
@@ -74,7 +75,9 @@ def check_shape(op: str, name: str, x: torch.Tensor, shape: str, dims: dict[str,
         if size != wanted:
             known = ", ".join(f"{k}={v}" for k, v in dims.items())
             raise ContractError(
-                f"{op}: {name} must be [{', '.join(words)}]" + (f" with {known}" if known else "") + f", so its dimension "
+                f"{op}: {name} must be [{', '.join(words)}]"
+                + (f" with {known}" if known else "")
+                + f", so its dimension "
                 f"{axis} ({word}) must be {wanted}, got {size}: {_show(x.shape)}."
             )
 
@@ -145,8 +148,8 @@ def check_same(op: str, what: str, **tensors: torch.Tensor | None) -> None:
 def check_cu_seqlens(op: str, cu_seqlens: torch.Tensor, batch: int, tokens: int) -> int:
     """Check packed offsets ``cu_seqlens`` int32 [N+1] against ``[1, tokens, ...]`` inputs; return N.
 
-    On the CPU the values are checked too (they start at 0, never fall, end at ``tokens``); on an accelerator reading them would
-    stall it, so only the shape and dtype are.
+    On the CPU the values are checked too (they start at 0, never fall, end at ``tokens``); on an accelerator reading
+    them would stall it, so only the shape and dtype are.
 
     Raises:
         ContractError: naming the operation and what is wrong with the offsets.
@@ -160,7 +163,7 @@ def check_cu_seqlens(op: str, cu_seqlens: torch.Tensor, batch: int, tokens: int)
         raise ContractError(f"{op}: cu_seqlens must hold N+1 offsets, got an empty tensor.")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         offsets = cu_seqlens.tolist()
-        if offsets[0] != 0 or offsets[-1] != tokens or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+        if offsets[0] != 0 or offsets[-1] != tokens or any(a > b for a, b in pairwise(offsets)):
             raise ContractError(
                 f"{op}: cu_seqlens must start at 0, never fall and end at T={tokens}, got {offsets[:8]}"
                 + (f"...{offsets[-1]}." if len(offsets) > 8 else ".")

@@ -58,8 +58,8 @@ class _HFTokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of the checkpoint folder ``path``.
 
-    A folder whose ``tokenizer_config.json`` names the class ``ByteTokenizer`` gets that; one with a ``tokenizer.json`` needs the
-    package ``tokenizers``.
+    A folder whose ``tokenizer_config.json`` names the class ``ByteTokenizer`` gets that; one with a ``tokenizer.json``
+    needs the package ``tokenizers``.
 
     Raises:
         FileNotFoundError: if the folder holds neither.
@@ -72,12 +72,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
         return _HFTokenizer(folder / "tokenizer.json")
     raise FileNotFoundError(
-        f"{folder} has no tokenizer: expected tokenizer.json, or tokenizer_config.json with tokenizer_class ByteTokenizer."
+        f"{folder} has no tokenizer: expected tokenizer.json, or tokenizer_config.json with class ByteTokenizer."
     )
 
 
 def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Text of ``ids`` as it comes, one piece per token; a character whose bytes are split over tokens comes with its last byte."""
+    """Text of ``ids`` as it comes, one piece per token;
+
+    a character whose bytes are split over tokens comes with its last byte.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for i in ids:

@@ -18,7 +18,9 @@ PAGES = ["README.md", "CONTRIBUTING.md", "docs/contract.md", "src/glm5fn/assets/
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run_in_order(page):
     namespace: dict = {}
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)):
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    ):
         exec(compile(block, f"{page}[{number}]", "exec"), namespace)
 
 

@@ -13,9 +13,9 @@ from training.objective import Observer, losses
 
 TINY = {
     **script.CONFIG,
-    "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "n_routed_experts": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": 16,
-    "index_head_dim": 8, "linear_num_heads": 2, "linear_head_dim": 8,
+    "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "n_routed_experts": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 8,
+    "q_lora_rank": 8, "index_topk": 16, "index_head_dim": 8, "linear_num_heads": 2, "linear_head_dim": 8,
 }  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(script, "CONFIG", TINY)
     monkeypatch.setattr(script, "TOKENS", 48)
     monkeypatch.setattr(script, "BATCH", 2)
-    text = "The \"for\" statement is used to iterate over the elements of a sequence.\n" * 20
+    text = 'The "for" statement is used to iterate over the elements of a sequence.\n' * 20
     monkeypatch.setattr(script, "corpus", lambda: Corpus([text], [text.upper()], [text[:300]]))
     with torch.compiler.set_stance("force_eager"):
         yield

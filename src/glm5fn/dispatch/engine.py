@@ -79,9 +79,7 @@ def _decide(
 
 
 def _properties(*values: Any) -> list[Any]:
-    """What limits can see of the arguments. This is most of what a remembered choice costs, so it is written for
-    speed.
-    """
+    """What limits can see of the arguments. Getting it is most of what a remembered choice costs."""
     return [
         (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or value.stride())
         if isinstance(value, Tensor)
