@@ -1,7 +1,7 @@
 """Multi-head latent attention in plain torch: float32 inside (float64 if given float64), one rounding at the end.
 
-All three forms work in blocks of bounded memory and never multiply a weight of zero with an unread row, since 0 * NaN
-is NaN: rows that do not count are replaced by zeros first.
+All three forms work in blocks of bounded memory. A weight of zero does not hide a row, since 0 * NaN is NaN: the dense
+forms replace rows that are not finite by zeros, and the queries that see one get NaN at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mla_prefill(
     position = _positions(lengths, B, T, S, q.device)
     rows = torch.arange(S, device=q.device)
     finite = latent.isfinite().all(-1)
-    clean = _only(latent, finite if lengths is None else finite & (rows < lengths[:, None])).to(dtype)
+    clean = _only(latent, finite).to(dtype)
 
     heads = max(1, min(H, _BLOCK_BYTES // (2 * B * S * width * clean.element_size())))
     step = max(1, _BLOCK_BYTES // (B * heads * S * clean.element_size()))
@@ -97,15 +97,15 @@ def mla_decode(
     for begin in range(0, S, step):
         block = latent[:, begin : begin + step]
         visible = torch.arange(begin, begin + block.shape[1], device=q.device) <= position[..., None]
-        block = _only(block, visible.any(1)).to(dtype)
+        finite = block.isfinite().all(-1)
+        block = _only(block, finite).to(dtype)
         score = torch.einsum("bthr,bsr->bths", query, block).masked_fill(~visible[:, :, None], -torch.inf)
         higher = torch.maximum(most, score.detach().amax(-1, keepdim=True))
         # A query that has seen nothing yet has a maximum of -inf, and -inf - -inf is NaN.
         floor = higher.masked_fill(higher == -torch.inf, 0.0)
         weight = torch.exp(score - floor)
         keep = torch.exp(most - floor)
-        finite = block.isfinite().all(-1)
-        out = out * keep + torch.einsum("bths,bsr->bthr", weight, _only(block, finite))
+        out = out * keep + torch.einsum("bths,bsr->bthr", weight, block)
         out = out.masked_fill((visible & ~finite[:, None]).any(-1)[..., None, None], torch.nan)
         total = total * keep + weight.sum(-1, keepdim=True)
         most = higher

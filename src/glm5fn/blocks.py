@@ -1,13 +1,13 @@
 """The blocks of a layer: ``(params, cfg, x, cache, rows) -> (y, cache)``.
 
-A block sees its tokens as ``[B, T, D]``, row b continuing the sequence of cache row b, or packed as ``[1, T, D]`` with the
-sequences one after another. :class:`Rows` says which.
+A block sees its tokens as ``[B, T, D]``, row b continuing the sequence of cache row b, or packed as ``[1, T, D]`` with
+the sequences one after another. :class:`Rows` says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from glm5fn.cache import IndexCache, KDACache, LayerCache, MLACache
 from glm5fn.config import Config
 from glm5fn.dims import compute_dtype
+from glm5fn.donation import check_state, settle
 from glm5fn.ops.conv import causal_conv1d
 from glm5fn.ops.indexer import kpool_compress, kpool_select
 from glm5fn.ops.kda import kda_chunk, kda_gate, kda_recurrent
@@ -30,8 +31,6 @@ __all__ = [
     "kda_block", "mla_block", "mlp_block", "moe_block", "mtp_block", "positions",
 ]  # fmt: skip
 
-C = TypeVar("C", bound=LayerCache)
-
 
 class Rows(NamedTuple):
     """Where the tokens of one call sit in their sequences.
@@ -40,8 +39,9 @@ class Rows(NamedTuple):
         start: int32 ``[N]`` tokens that each sequence already holds.
         counts: None when every sequence has T tokens here; for packed calls the number of tokens of each sequence.
         cu_seqlens: int32 ``[N+1]`` offsets of the packed sequences; None when not packed.
-        longest: an upper bound, known on the host, of any sequence's length after this call; None means only the cache's capacity
-            is known. It decides whether attention is dense (it is when no sequence can exceed ``index_topk``).
+        longest: an upper bound, known on the host, of any sequence's length after this call; None means only the
+            cache's capacity is known. It decides whether attention is dense (it is when no sequence can exceed
+            ``index_topk``).
     """
 
     start: torch.Tensor
@@ -59,10 +59,12 @@ def positions(rows: Rows, tokens: int) -> torch.Tensor:
     return (rows.start[sequence] + offset - rows.cu_seqlens[sequence])[None]
 
 
-# ---------------------------------------------------------------------------------------------------------------- attention
+# ------------------------------------------------------------------------------------------------------------ attention
 
 
-def kda_block(p: KDA, cfg: Config, x: torch.Tensor, cache: KDACache, rows: Rows, *, donate: bool = False) -> tuple[torch.Tensor, KDACache]:
+def kda_block(
+    p: KDA, cfg: Config, x: torch.Tensor, cache: KDACache, rows: Rows, *, donate: bool = False
+) -> tuple[torch.Tensor, KDACache]:
     """Kimi Delta Attention: causal convolution, normalised q and k, gated delta rule, gated output norm.
 
     Args:
@@ -101,7 +103,7 @@ def kda_block(p: KDA, cfg: Config, x: torch.Tensor, cache: KDACache, rows: Rows,
 
 
 class IndexInputs(NamedTuple):
-    """What the indexer reads of each token: ``query [B,T,J,I]``, ``key [B,T,I]``, ``gate [B,T,I]``, ``weights [B,T,J]``."""
+    """What the indexer reads of each token: ``query [B,T,J,I]``, ``key`` and ``gate [B,T,I]``, ``weights [B,T,J]``."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -126,16 +128,22 @@ def index_inputs(p: Indexer, cfg: Config, x: torch.Tensor, q_latent: torch.Tenso
 class _MLAInputs(NamedTuple):
     q: torch.Tensor
     latent: torch.Tensor
-    index: IndexInputs | None
+    index: IndexInputs | None  # type: ignore[assignment]
 
 
-def mla_block(p: MLA, cfg: Config, x: torch.Tensor, cache: MLACache, rows: Rows, *, donate: bool = False) -> tuple[torch.Tensor, MLACache]:
+def mla_block(
+    p: MLA, cfg: Config, x: torch.Tensor, cache: MLACache, rows: Rows, *, donate: bool = False
+) -> tuple[torch.Tensor, MLACache]:
     """Multi-head latent attention without positions over the tokens that the kpool indexer selects.
 
     While no sequence can be longer than ``index_topk``, every earlier token is selected, so attention is dense.
 
-    Args and returns as :func:`kda_block`. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; DeepSeek-V3.2, section 2.
+    Args and returns as :func:`kda_block`.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; DeepSeek-V3.2 (arXiv:2512.02556), section 2.1.
     """
+    old = cache.latent
+    check_state("mla_block", "cache.latent", old, donate, x)
     q_latent = rms_norm(F.linear(x, p.q_a), p.q_a_norm, eps=cfg.rms_norm_eps)
     tokens = _MLAInputs(
         q=F.linear(q_latent, p.q_b).unflatten(-1, (cfg.num_attention_heads, cfg.qk_nope_head_dim)),
@@ -156,6 +164,7 @@ def mla_block(p: MLA, cfg: Config, x: torch.Tensor, cache: MLACache, rows: Rows,
         out = torch.cat(outs, dim=1)
         if not donate:
             cache = pytree.tree_map(lambda *parts: torch.cat(parts), *caches)
+    cache = cache._replace(latent=settle("mla_block", old, cache.latent, donate))
     return F.linear(out.flatten(-2), p.o_proj), cache
 
 
@@ -164,7 +173,8 @@ def _attend(
 ) -> tuple[torch.Tensor, MLACache]:
     B, T = tokens.q.shape[:2]
     if T == 0:
-        return tokens.q.new_zeros(B, 0, cfg.num_attention_heads, cfg.v_head_dim), cache
+        same = cache if donate else pytree.tree_map(torch.clone, cache)
+        return tokens.q.new_zeros(B, 0, cfg.num_attention_heads, cfg.v_head_dim), same
     S = cache.latent.shape[1]
     position = start[:, None] + torch.arange(T, device=start.device, dtype=start.dtype)
     latent = _put(cache.latent, position, tokens.latent, donate)
@@ -197,14 +207,16 @@ def _put(buffer: torch.Tensor, position: torch.Tensor, values: torch.Tensor, don
     return put((row, position), values.to(buffer.dtype))
 
 
-def _update_index(index: IndexCache, tokens: IndexInputs, ape: torch.Tensor, start: torch.Tensor, donate: bool) -> IndexCache:
-    """Compress the pools that these tokens complete and remember the latest tokens; chunks may end anywhere in a pool."""
-    B, T, I = tokens.key.shape
+def _update_index(
+    index: IndexCache, tokens: IndexInputs, ape: torch.Tensor, start: torch.Tensor, donate: bool
+) -> IndexCache:
+    """Compress the pools that these tokens complete and remember the latest tokens; a call may end inside a pool."""
+    B, T, _ = tokens.key.shape
     kpool, ring = ape.shape[0], index.tail.shape[2]
     start = start.long()[:, None]
     fresh = torch.stack([tokens.key, tokens.gate], dim=1).to(index.tail.dtype)
 
-    # Pools first .. first+M-1 may complete here. Members before ``start`` come from the ring, the others from this call.
+    # Pools first .. first+M-1 may complete here. Members before ``start`` come from the ring, the others are fresh.
     M = -(-T // kpool)
     first = start // kpool
     member = first * kpool + torch.arange(M * kpool, device=start.device)
@@ -215,7 +227,8 @@ def _update_index(index: IndexCache, tokens: IndexInputs, ape: torch.Tensor, sta
     complete = (pool + 1) * kpool <= start + T
     slot = pool.clamp(max=index.pooled.shape[1] - 1)
     row = torch.arange(B, device=start.device)[:, None]
-    values = torch.where(complete[..., None], kpool_compress(key, gate, ape).to(index.pooled.dtype), index.pooled[row, slot])
+    values = kpool_compress(key, gate, ape).to(index.pooled.dtype)
+    values = torch.where(complete[..., None], values, index.pooled[row, slot])
 
     # Ring slot s now holds the latest position congruent to s; where that lies before this call it keeps what it had.
     last = start + T - 1
@@ -230,11 +243,11 @@ def _take(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return x.gather(2, position[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-# ------------------------------------------------------------------------------------------------------------- feed-forward
+# --------------------------------------------------------------------------------------------------------- feed-forward
 
 
 def mlp_block(p: MLP, cfg: Config, x: torch.Tensor) -> torch.Tensor:
-    """Clamped SwiGLU feed-forward on ``x [B, T, D]``: gate and up projections in one, clamped before SiLU at ``swiglu_limit``."""
+    """Clamped SwiGLU feed-forward on ``x [B, T, D]``: gate and up in one projection, clamped before SiLU."""
     return F.linear(clamped_swiglu(F.linear(x, p.gate_up), limit=cfg.swiglu_limit), p.down)
 
 
@@ -248,12 +261,12 @@ def moe_block(p: MoE, cfg: Config, x: torch.Tensor) -> torch.Tensor:
     return moe_experts(x, ids, weights, p.gate_up, p.down, limit=cfg.swiglu_limit) + mlp_block(p.shared, cfg, x)
 
 
-# -------------------------------------------------------------------------------------------------------------------- layers
+# --------------------------------------------------------------------------------------------------------------- layers
 
 
 def decoder_layer(
-    p: Layer, cfg: Config, streams: torch.Tensor, cache: C, rows: Rows, *, donate: bool = False
-) -> tuple[torch.Tensor, C]:
+    p: Layer, cfg: Config, streams: torch.Tensor, cache: LayerCache, rows: Rows, *, donate: bool = False
+) -> tuple[torch.Tensor, LayerCache]:
     """One layer: attention and feed-forward, each inside its hyper-connection.
 
     Args:
@@ -317,7 +330,8 @@ def mtp_block(
     Args:
         p: the MTP layer's parameters.
         cfg: the model's configuration.
-        hidden: ``[B, T, D]`` the main model's output after its final norm, or this block's own output for the draft after.
+        hidden: ``[B, T, D]`` the main model's output after its final norm, or this block's own output for the draft
+            after.
         embedding: ``[B, T, D]`` embeddings of the tokens that follow each position.
         cache: this layer's own MLA cache.
         rows: where the tokens sit.
@@ -325,7 +339,8 @@ def mtp_block(
         donate: the old cache's memory may be reused.
 
     Returns:
-        ``[B, T, D]`` after the layer's own final norm (the shared ``lm_head`` turns it into logits), and the next cache.
+        ``[B, T, D]`` after the layer's own final norm (the shared ``lm_head`` turns it into logits), and the next
+        cache.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
     """

@@ -1,7 +1,7 @@
 """Caches: what a model remembers between calls, as immutable trees of tensors.
 
-A cache is a value. Functions take one and return the next; the old one stays valid unless ``donate=True`` was passed, so a
-notebook can keep any earlier cache and branch from it. All classes are NamedTuples, hence PyTorch pytrees.
+A cache is a value. Functions take one and return the next; the old one stays valid unless ``donate=True`` was passed,
+so a notebook can keep any earlier cache and branch from it. All classes are NamedTuples, hence PyTorch pytrees.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from glm5fn.dispatch import ContractError
 
 __all__ = [
     "IndexCache", "KDACache", "LayerCache", "MLACache", "ModelCache",
-    "cache_nbytes", "capacity", "describe", "fork", "init_cache", "ring_size", "select",
+    "cache_nbytes", "capacity", "check_cache", "describe", "fork", "init_cache", "ring_size", "select",
 ]  # fmt: skip
 
 
@@ -25,9 +25,10 @@ class KDACache(NamedTuple):
     """What a KDA layer remembers; its size does not depend on the context.
 
     Attributes:
-        conv: ``[B, W-1+num_spec, H*(2K+V)]`` the last inputs of the causal convolution (q, k, v channels side by side), oldest
-            first, in the activation dtype.
-        state: ``[B, H, V, K]`` float32 recurrent state; with ``num_spec`` > 0 ``[B, num_spec+1, H, V, K]``, one per query token.
+        conv: ``[B, W-1+num_spec, H*(2K+V)]`` the last inputs of the causal convolution (q, k, v channels side by
+            side), oldest first, in the activation dtype.
+        state: ``[B, H, V, K]`` float32 recurrent state; with ``num_spec`` > 0 ``[B, num_spec+1, H, V, K]``, one per
+            query token.
     """
 
     conv: torch.Tensor
@@ -39,8 +40,8 @@ class IndexCache(NamedTuple):
 
     Attributes:
         pooled: ``[B, P, I]`` one key per complete pool of ``index_kpool`` tokens, P = ceil(S / index_kpool).
-        tail: ``[B, 2, ring, I]`` keys (0) and compression scores (1) of the latest tokens; the token at position p sits at
-            ``p % ring``. A pool that a later call completes takes its earlier members from here.
+        tail: ``[B, 2, ring, I]`` keys (0) and compression scores (1) of the latest tokens; the token at position p
+            sits at ``p % ring``. A pool that a later call completes takes its earlier members from here.
     """
 
     pooled: torch.Tensor
@@ -56,7 +57,7 @@ class MLACache(NamedTuple):
     """
 
     latent: torch.Tensor
-    index: IndexCache | None
+    index: IndexCache | None  # type: ignore[assignment]
 
 
 LayerCache: TypeAlias = "KDACache | MLACache"
@@ -75,7 +76,7 @@ class ModelCache(NamedTuple):
 
 
 def ring_size(kpool: int, num_spec: int = 0) -> int:
-    """Slots of the indexer's tail ring: enough that ``num_spec`` rejected tokens never overwrite a member that a redo needs.
+    """Slots of the indexer's tail ring: ``num_spec`` rejected tokens never overwrite a member that a redo needs.
 
     Example:
         >>> [ring_size(4, s) for s in (0, 1, 4, 5, 12)]
@@ -102,7 +103,8 @@ def init_cache(
         capacity: tokens per row that the MLA layers can hold, S. KDA layers have no limit.
         num_spec: draft tokens that a later verification step may feed beside the accepted one.
         device: where the tensors live.
-        dtype: activation dtype of convolution states, latents and index keys. Recurrent states are float32 (float64 if this is).
+        dtype: activation dtype of convolution states, latents and index keys. Recurrent states are float32 (float64 if
+            this is).
 
     Returns:
         A :class:`ModelCache` of zeros with length 0.
@@ -122,30 +124,95 @@ def init_cache(
             raise ContractError(f"init_cache: {name} must be at least {least}, got {value}.")
     if capacity > cfg.max_position_embeddings:
         raise ContractError(
-            f"init_cache: capacity must be at most the model's max_position_embeddings {cfg.max_position_embeddings}, got {capacity}."
+            "init_cache: capacity must be at most the model's max_position_embeddings "
+            f"{cfg.max_position_embeddings}, got {capacity}."
         )
-
-    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    H, K = cfg.linear_num_heads, cfg.linear_head_dim
-    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    spec = (num_spec + 1,) if num_spec else ()
 
     def layer(kind: str) -> LayerCache:
+        leaf = {
+            name: torch.zeros(shape, dtype=_dtype(name, dtype), device=device)
+            for name, shape in _shapes(cfg, kind, batch, capacity, num_spec).items()
+        }
         if kind == "linear_attention":
-            return KDACache(
-                conv=zeros(batch, cfg.linear_conv_kernel_dim - 1 + num_spec, 3 * H * K),
-                state=zeros(batch, *spec, H, K, K, dtype=state_dtype),
-            )
-        pools = -(-capacity // cfg.index_kpool)
-        index = IndexCache(
-            pooled=zeros(batch, pools, cfg.index_head_dim),
-            tail=zeros(batch, 2, ring_size(cfg.index_kpool, num_spec), cfg.index_head_dim),
-        )
-        return MLACache(latent=zeros(batch, capacity, cfg.kv_lora_rank), index=index)
+            return KDACache(leaf["conv"], leaf["state"])
+        return MLACache(leaf["latent"], IndexCache(leaf["index.pooled"], leaf["index.tail"]))
 
-    return ModelCache(tuple(layer(kind) for kind in cfg.layer_types), zeros(batch, dtype=torch.int32))
+    length = torch.zeros(batch, dtype=torch.int32, device=device)
+    return ModelCache(tuple(layer(kind) for kind in cfg.layer_types), length)
+
+
+def _shapes(cfg: Config, kind: str, batch: int, capacity: int, num_spec: int) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of a layer's cache, named as :func:`describe` names it."""
+    H, K, I = cfg.linear_num_heads, cfg.linear_head_dim, cfg.index_head_dim
+    if kind == "linear_attention":
+        slots = (num_spec + 1,) if num_spec else ()
+        return {
+            "conv": (batch, cfg.linear_conv_kernel_dim - 1 + num_spec, 3 * H * K),
+            "state": (batch, *slots, H, K, K),
+        }
+    return {
+        "latent": (batch, capacity, cfg.kv_lora_rank),
+        "index.pooled": (batch, -(-capacity // cfg.index_kpool), I),
+        "index.tail": (batch, 2, ring_size(cfg.index_kpool, num_spec), I),
+    }
+
+
+def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if name == "state" else dtype
+
+
+def _leaves(layer: LayerCache) -> dict[str, torch.Tensor]:
+    if isinstance(layer, KDACache):
+        return {"conv": layer.conv, "state": layer.state}
+    index = {} if layer.index is None else {"index.pooled": layer.index.pooled, "index.tail": layer.index.tail}
+    return {"latent": layer.latent, **index}
+
+
+def check_cache(
+    op: str, cfg: Config, cache: ModelCache, *, batch: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check that ``cache`` is one that :func:`init_cache` makes for this model, whatever its capacity and num_spec.
+
+    Raises:
+        ContractError: naming the operation, the tensor, what it is and what it must be.
+    """
+    if len(cache.layers) != cfg.num_hidden_layers:
+        raise ContractError(f"{op}: cfg has {cfg.num_hidden_layers} layers, but cache has {len(cache.layers)}.")
+    if tuple(cache.length.shape) != (batch,):
+        raise ContractError(
+            f"{op}: tokens has {batch} rows, but cache has {', '.join(map(str, cache.length.shape))}. "
+            f"Use init_cache(cfg, batch={batch}, ...)."
+        )
+    room, num_spec = capacity(cache) or 0, _num_spec(cfg, cache)
+    _check_leaf(op, "length", cache.length, ((batch,), torch.int32, device))
+    for number, (kind, layer) in enumerate(zip(cfg.layer_types, cache.layers, strict=True)):
+        wanted = _shapes(cfg, kind, batch, room, num_spec)
+        found = _leaves(layer)
+        if found.keys() != wanted.keys():
+            raise ContractError(
+                f"{op}: layer {number} of cfg is {kind}, but cache.layers[{number}] is {type(layer).__name__} with "
+                f"{', '.join(found)}. Use the cache of this model."
+            )
+        for name, shape in wanted.items():
+            _check_leaf(op, f"layers[{number}].{name}", found[name], (shape, _dtype(name, dtype), device))
+
+
+def _num_spec(cfg: Config, cache: ModelCache) -> int:
+    """The ``num_spec`` that ``cache`` was made for, or a number that needs the same sizes."""
+    leaves = [_leaves(layer) for layer in cache.layers]
+    exact = [leaf["conv"].shape[1] - (cfg.linear_conv_kernel_dim - 1) for leaf in leaves if "conv" in leaf]
+    rounded_up = [leaf["index.tail"].shape[2] - cfg.index_kpool for leaf in leaves if "index.tail" in leaf]
+    return max([*exact, *rounded_up, 0][0], 0)
+
+
+def _check_leaf(op: str, name: str, x: torch.Tensor, wanted: tuple[tuple[int, ...], torch.dtype, torch.device]) -> None:
+    found = (tuple(x.shape), x.dtype, x.device)
+    if found != wanted:
+        a, b = (f"{list(shape)} {str(dtype)[6:]} on {device}" for shape, dtype, device in (found, wanted))
+        raise ContractError(
+            f"{op}: cache.{name} must be {b} for this config and these params, got {a}. Make the cache with "
+            "init_cache(cfg, ..., dtype=..., device=...)."
+        )
 
 
 def capacity(cache: ModelCache) -> int | None:
@@ -159,15 +226,18 @@ def fork(cache: ModelCache) -> ModelCache:
 
 
 def select(cache: ModelCache, rows: Sequence[int] | torch.Tensor) -> ModelCache:
-    """The cache of the given ``rows``, in that order, as a copy; a row may be repeated, which is how one prompt becomes a beam.
+    """The cache of the given ``rows``, in that order, as a copy. A repeated row is how one prompt becomes a beam.
 
     Raises:
         ContractError: if a row does not exist.
     """
-    index = torch.as_tensor(rows, dtype=torch.int64, device=cache.length.device)
+    index = torch.as_tensor(rows, device=cache.length.device)
     batch = cache.length.shape[0]
-    if index.dim() != 1:
-        raise ContractError(f"select: rows must be a list of row numbers, got {index.dim()} dimensions.")
+    if index.dim() != 1 or (index.numel() and index.dtype not in (torch.int64, torch.int32)):
+        raise ContractError(
+            f"select: rows must be a list of row numbers, got {str(index.dtype)[6:]} {list(index.shape)}."
+        )
+    index = index.long()
     wrong = [r for r in index.tolist() if not 0 <= r < batch]
     if wrong:
         raise ContractError(f"select: rows must be in 0..{batch - 1} for a cache of {batch} rows, got {wrong}.")
@@ -189,17 +259,13 @@ def describe(cache: ModelCache) -> str:
         True
     """
     rows = cache.length.shape[0]
-    lines = [f"ModelCache: {rows} row{'s' * (rows != 1)}, capacity {capacity(cache)} tokens, {_size(cache_nbytes(cache))}"]
-    lines.append(_leaf("length", cache.length) + (f" = {cache.length.tolist()}" if cache.length.device.type != "meta" else ""))
+    size = _size(cache_nbytes(cache))
+    lines = [f"ModelCache: {rows} row{'s' * (rows != 1)}, capacity {capacity(cache)} tokens, {size}"]
+    known = "" if cache.length.device.type == "meta" else f" = {cache.length.tolist()}"
+    lines.append(_leaf("length", cache.length) + known)
     for number, layer in enumerate(cache.layers):
         lines.append(f"  layers[{number}] {type(layer).__name__}")
-        if isinstance(layer, KDACache):
-            fields = {"conv": layer.conv, "state": layer.state}
-        else:
-            fields = {"latent": layer.latent}
-            if layer.index is not None:
-                fields |= {"index.pooled": layer.index.pooled, "index.tail": layer.index.tail}
-        lines += ["  " + _leaf(name, x) for name, x in fields.items()]
+        lines += ["  " + _leaf(name, x) for name, x in _leaves(layer).items()]
     return "\n".join(lines)
 
 

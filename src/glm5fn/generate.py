@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from glm5fn.cache import ModelCache, init_cache
+from glm5fn.cache import ModelCache, capacity, init_cache
 from glm5fn.config import Config
+from glm5fn.dims import check_dtype, check_shape
 from glm5fn.dispatch import ContractError
 from glm5fn.model import decode_step, prefill
 from glm5fn.params import Params
@@ -22,7 +23,8 @@ class Step(NamedTuple):
 
     Attributes:
         token: int64 ``[B]`` the new token of each row; a row that has finished repeats its last one.
-        logprob: float32 ``[B]`` its log-probability (nats) under the model, before temperature and top-p; 0 for finished rows.
+        logprob: float32 ``[B]`` its log-probability (nats) under the model, before temperature and top-p; 0 for
+            finished rows.
         finished: bool ``[B]`` whether the row has produced a stop token, in this step or earlier.
         cache: the cache that holds everything before ``token``. It is reused by the next step unless ``donate=False``.
     """
@@ -61,7 +63,9 @@ def sample(
         raise ContractError(f"sample: top_p must be in (0, 1], got {top_p}.")
     if temperature == 0:
         return logits.argmax(-1)
-    probs = torch.softmax(logits.float() / temperature, dim=-1)
+    # Relative to the largest one no logit can overflow; a temperature below float32's range acts as its smallest.
+    logits = logits.float() - logits.float().amax(-1, keepdim=True)
+    probs = torch.softmax(logits / max(temperature, torch.finfo(torch.float32).tiny), dim=-1)
     if top_p < 1:
         ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
         # A token stays if the mass before it has not reached top_p: the likeliest always does.
@@ -89,23 +93,25 @@ def generate(
     Args:
         params: parameters from :func:`load_checkpoint` or :func:`init_params`.
         cfg: the model's configuration.
-        tokens: the prompts: ``[B, T]`` ids, a list of lists of any lengths, or a single list of ids. No prompt may be empty.
+        tokens: the prompts: ``[B, T]`` ids, a list of lists of any lengths, or a single list of ids. No prompt may be
+            empty.
         max_new_tokens: tokens to produce per row at most.
         temperature: see :func:`sample`; 0 is greedy.
         top_p: see :func:`sample`.
         seed: seed of the sampling; the same seed, prompts and machine give the same tokens.
         stop: ids that end a row; None takes ``cfg.eos_token_ids``.
-        cache: a cache to continue from, with room for the prompt and ``max_new_tokens - 1`` tokens more; None makes one that fits.
+        cache: a cache to continue from, with room for the prompt and ``max_new_tokens - 1`` tokens more; None makes
+            one that fits.
         prefill_chunk: feed the prompt in pieces of this many tokens, which bounds memory; None feeds it whole.
-        donate: reuse the cache's memory from step to step. False keeps every ``Step.cache`` valid, at the cost of copies. A cache
-            that was passed in is never reused for the first step.
+        donate: reuse the cache's memory from step to step. False keeps every ``Step.cache`` valid, at the cost of
+            copies. A cache that was passed in is never reused for the first step.
 
     Yields:
         A :class:`Step` per new token, until every row has finished or ``max_new_tokens`` is reached.
 
     Raises:
-        ContractError: on an empty prompt, a negative ``max_new_tokens``, a cache too small, or what :func:`sample` refuses; before
-            the first token.
+        ContractError: on an empty prompt, a negative ``max_new_tokens``, a cache too small, or what :func:`sample`
+            refuses; before the first token.
 
     Example:
         >>> import torch, glm5fn
@@ -121,16 +127,24 @@ def generate(
         raise ContractError(f"generate: prefill_chunk must be at least 1 or None, got {prefill_chunk}.")
     sample(torch.zeros(1, 1), temperature=temperature, top_p=top_p)
     own = cache is None
-    if cache is None:
-        room = max(lengths) + max(max_new_tokens - 1, 0)
-        cache = init_cache(cfg, len(lengths), room, device=params.embed.device, dtype=params.embed.dtype)
-    stops = torch.tensor(list(cfg.eos_token_ids if stop is None else stop), dtype=torch.int64, device=params.embed.device)
-    return _steps(params, cfg, prompts, lengths, cache, max_new_tokens, temperature, top_p, seed, stops, prefill_chunk, donate, own)
+    needed = [length + max(max_new_tokens - 1, 0) for length in lengths]
+    if cache is not None:
+        _check_room(cache, needed)
+    else:
+        cache = init_cache(cfg, len(lengths), max(needed), device=params.embed.device, dtype=params.embed.dtype)
+    stops = torch.tensor(
+        cfg.eos_token_ids if stop is None else list(stop), dtype=torch.int64, device=params.embed.device
+    )
+    return _steps(
+        params, cfg, prompts, lengths, cache, max_new_tokens, temperature, top_p, seed, stops,
+        prefill_chunk, donate, own,
+    )  # fmt: skip
 
 
 def _steps(
-    params: Params, cfg: Config, prompts: torch.Tensor, lengths: list[int], cache: ModelCache, max_new_tokens: int,
-    temperature: float, top_p: float, seed: int, stops: torch.Tensor, prefill_chunk: int | None, donate: bool, own: bool,
+    params: Params, cfg: Config, prompts: torch.Tensor, lengths: list[int], cache: ModelCache,
+    max_new_tokens: int, temperature: float, top_p: float, seed: int, stops: torch.Tensor,
+    prefill_chunk: int | None, donate: bool, own: bool,
 ) -> Iterator[Step]:  # fmt: skip
     if max_new_tokens == 0:
         return
@@ -151,8 +165,9 @@ def _steps(
 
 
 def _feed(
-    params: Params, cfg: Config, prompts: torch.Tensor, lengths: list[int], cache: ModelCache, chunk: int | None, donate: bool, own: bool
-) -> tuple[torch.Tensor, ModelCache]:
+    params: Params, cfg: Config, prompts: torch.Tensor, lengths: list[int], cache: ModelCache,
+    chunk: int | None, donate: bool, own: bool,
+) -> tuple[torch.Tensor, ModelCache]:  # fmt: skip
     """Prefill in pieces of ``chunk`` tokens; each row's logits come from the piece that holds its last token."""
     total = max(lengths)
     result: torch.Tensor | None = None
@@ -166,18 +181,31 @@ def _feed(
     return result, cache
 
 
+def _check_room(cache: ModelCache, needed: list[int]) -> None:
+    held, limit = cache.length.tolist(), capacity(cache)
+    if len(held) != len(needed):
+        raise ContractError(f"generate: there are {len(needed)} prompts, but cache has {len(held)} rows.")
+    total, row = max((h + n, row) for row, (h, n) in enumerate(zip(held, needed, strict=True)))
+    if limit is not None and total > limit:
+        raise ContractError(
+            f"generate: row {row} holds {held[row]} tokens and takes {needed[row]} more (its prompt and all new tokens "
+            f"but the last), {total} together, but the cache has capacity {limit}. Make a larger one with "
+            f"init_cache(..., capacity={total}), or lower max_new_tokens."
+        )
+
+
 def _prompts(tokens: torch.Tensor | Sequence, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    if not isinstance(tokens, torch.Tensor):
-        listed = [tokens] if len(tokens) and isinstance(tokens[0], int) else tokens
-        rows = [torch.as_tensor(row, dtype=torch.int64) for row in listed]
-        if any(row.dim() != 1 for row in rows):
-            raise ContractError("generate: tokens must be a list of ids, a list of such lists, or a tensor [B, T].")
-        lengths = [len(row) for row in rows]
-        tokens = pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0, dtype=torch.int64)
+    if isinstance(tokens, torch.Tensor):
+        check_shape("generate", "tokens", tokens, "B T", {})
+        rows = list(tokens)
     else:
-        if tokens.dim() != 2:
-            raise ContractError(f"generate: tokens must be [B, T], got {list(tokens.shape)}.")
-        lengths = [tokens.shape[1]] * tokens.shape[0]
+        listed = [tokens] if len(tokens) and isinstance(tokens[0], int) else tokens
+        rows = [torch.as_tensor(row) for row in listed]
+    if any(row.dim() != 1 for row in rows):
+        raise ContractError("generate: tokens must be a list of ids, a list of such lists, or a tensor [B, T].")
+    lengths = [len(row) for row in rows]
     if not lengths or min(lengths) == 0:
         raise ContractError(f"generate: every prompt must hold at least one token, got lengths {lengths}.")
-    return tokens.to(device), lengths
+    for row in rows:
+        check_dtype("generate", "tokens", row, (torch.int64, torch.int32))
+    return pad_sequence(rows, batch_first=True).to(device), lengths

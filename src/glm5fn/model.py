@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from glm5fn.blocks import Rows, decoder_layer
-from glm5fn.cache import ModelCache, capacity, init_cache
+from glm5fn.cache import ModelCache, capacity, check_cache, init_cache
 from glm5fn.config import Config
-from glm5fn.dims import compute_dtype
+from glm5fn.dims import check_dtype, check_range, check_same, check_shape, compute_dtype
 from glm5fn.dispatch import ContractError
 from glm5fn.ops.norm import rms_norm
 from glm5fn.params import Params
@@ -38,14 +38,15 @@ def forward(
         cfg: the model's configuration.
         tokens: integer ``[B, T]`` token ids that follow what ``cache`` holds.
         cache: the cache to continue from; None starts new sequences in a cache of capacity T.
-        lengths: ``[B]`` valid tokens per row when rows are padded on the right; None means all T. Read on the host.
+        lengths: ``[B]`` valid tokens per row when rows are padded on the right (with any ids); None means all T. Read
+            on the host.
 
     Returns:
         Logits ``[B, T, Vocab]`` in the parameters' dtype, zero where a row is padded, and the next cache.
 
     Raises:
-        ContractError: on tokens outside the vocabulary, on a cache that does not fit the model or the batch, and when a row would
-            exceed the cache's capacity. Nothing has been written then.
+        ContractError: on tokens outside the vocabulary, on a cache that does not fit the model or the batch, and when
+            a row would exceed the cache's capacity. Nothing has been written then.
 
     Example:
         >>> import torch, glm5fn
@@ -75,7 +76,8 @@ def prefill(
         cfg: the model's configuration.
         tokens: integer ``[B, T]``.
         cache: from :func:`init_cache` or an earlier call.
-        lengths: ``[B]`` valid tokens per row when rows are padded on the right; 0 leaves a row as it was. Read on the host.
+        lengths: ``[B]`` valid tokens per row when rows are padded on the right; 0 leaves a row as it was. Read on the
+            host.
         donate: the old cache's memory may be reused; do not use ``cache`` afterwards.
 
     Returns:
@@ -109,9 +111,9 @@ def decode_step(
 ) -> tuple[torch.Tensor, ModelCache]:
     """One token for every row.
 
-    Nothing is read from an accelerator, so steps queue without stalling it. That is also why an overflow of the capacity is an
-    error only where the lengths are on the CPU; elsewhere, and in captured graphs, the caller counts (:func:`generate` does), and
-    a token too many overwrites the last entry of its row.
+    Nothing is read from an accelerator, so steps queue without stalling it. That is also why an overflow of the
+    capacity is an error only where the lengths are on the CPU; elsewhere, and in captured graphs, the caller counts
+    (:func:`generate` does), and a token too many overwrites the last entry of its row.
 
     Args:
         params: parameters from :func:`load_checkpoint` or :func:`init_params`.
@@ -126,10 +128,11 @@ def decode_step(
     Raises:
         ContractError: as :func:`forward`.
     """
-    if tokens.dim() != 1:
-        raise ContractError(f"decode_step: tokens must be [B], one per row, got {list(tokens.shape)}. Use prefill for [B, T].")
-    _check(params, cfg, tokens[:, None], cache, "decode_step")
-    _check_capacity(cache, [1] * tokens.shape[0], "decode_step")
+    op = "decode_step"
+    check_shape(op, "tokens", tokens, "B", {})
+    _check(params, cfg, tokens, cache, op)
+    _check_vocabulary(params, tokens, op)
+    _check_capacity(cache, [1] * tokens.shape[0], op)
     rows = Rows(cache.length)
     hidden, layers = _run(params, cfg, tokens[:, None], cache, rows, donate)
     return F.linear(hidden[:, 0], params.lm_head), ModelCache(layers, cache.length + 1)
@@ -146,8 +149,7 @@ def hidden_states(
     op: str = "hidden_states",
 ) -> tuple[torch.Tensor, ModelCache]:
     """Like :func:`forward`, but the hidden states ``[B, T, D]`` after the final norm, before ``lm_head``."""
-    if tokens.dim() != 2:
-        raise ContractError(f"{op}: tokens must be [B, T], got {list(tokens.shape)}.")
+    check_shape(op, "tokens", tokens, "B T", {})
     B, T = tokens.shape
     if cache is None:
         cache = init_cache(cfg, B, T, device=params.embed.device, dtype=params.embed.dtype)
@@ -155,11 +157,14 @@ def hidden_states(
     counts = [T] * B if lengths is None else _counts(lengths, B, T, op)
     longest = _check_capacity(cache, counts, op)
     if all(count == T for count in counts):
+        _check_vocabulary(params, tokens, op)
         hidden, layers = _run(params, cfg, tokens, cache, Rows(cache.length, longest=longest), donate)
         return hidden, ModelCache(layers, cache.length + T)
 
     cu_seqlens = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=tokens.device)
     packed = torch.cat([tokens[b, :count] for b, count in enumerate(counts)])[None]
+    valid = torch.arange(T, device=tokens.device) < cu_seqlens.diff()[:, None]
+    _check_vocabulary(params, tokens.where(valid, 0), op)
     rows = Rows(cache.length, tuple(counts), cu_seqlens, longest)
     hidden, layers = _run(params, cfg, packed, cache, rows, donate)
     padded = pad_sequence(list(hidden[0].split(counts)), batch_first=True)
@@ -184,48 +189,49 @@ def _run(
 
 
 def _counts(lengths: Sequence[int] | torch.Tensor, batch: int, tokens: int, op: str) -> list[int]:
-    counts = lengths.tolist() if isinstance(lengths, torch.Tensor) else [int(n) for n in lengths]
-    if len(counts) != batch or any(not 0 <= n <= tokens for n in counts):
-        raise ContractError(f"{op}: lengths must be {batch} numbers, one per row, each in 0..T={tokens}, got {counts}.")
-    return counts
+    counts = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+    whole = isinstance(counts, list) and not any(isinstance(n, bool) or not hasattr(n, "__index__") for n in counts)
+    if not whole or len(counts) != batch or any(not 0 <= n <= tokens for n in counts):
+        raise ContractError(
+            f"{op}: lengths must be {batch} integers, one per row, each in 0..T={tokens}, got {counts}."
+        )
+    return [int(n) for n in counts]
 
 
 def _check(params: Params, cfg: Config, tokens: torch.Tensor, cache: ModelCache, op: str) -> None:
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise ContractError(f"{op}: tokens must be int64 or int32 token ids, got {str(tokens.dtype).removeprefix('torch.')}.")
+    check_dtype(op, "tokens", tokens, (torch.int64, torch.int32))
+    check_same(op, "device", tokens=tokens, params=params.embed)
     missing = [i for i, p in enumerate(params.layers) if p is None]
     if missing:
-        raise ContractError(f"{op}: params were loaded without layers {missing}. Load the checkpoint without layers= to run it.")
-    if not len(params.layers) == len(cache.layers) == cfg.num_hidden_layers:
         raise ContractError(
-            f"{op}: cfg has {cfg.num_hidden_layers} layers, but params has {len(params.layers)} and cache {len(cache.layers)}."
+            f"{op}: params were loaded without layers {missing}. Load the checkpoint without layers= to run it."
         )
-    if cache.length.shape[0] != tokens.shape[0]:
-        raise ContractError(
-            f"{op}: tokens has {tokens.shape[0]} rows, but cache has {cache.length.shape[0]}. Use init_cache(cfg, batch={tokens.shape[0]}, ...)."
-        )
-    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-        low, high = (int(x.numpy()) for x in torch.aminmax(tokens))
-        if low < 0 or high >= params.embed.shape[0]:
-            raise ContractError(
-                f"{op}: tokens must be in 0..{params.embed.shape[0] - 1} (the vocabulary), got {low if low < 0 else high}."
-            )
+    if len(params.layers) != cfg.num_hidden_layers:
+        raise ContractError(f"{op}: cfg has {cfg.num_hidden_layers} layers, but params has {len(params.layers)}.")
+    check_cache(op, cfg, cache, batch=tokens.shape[0], dtype=params.embed.dtype, device=params.embed.device)
+
+
+def _check_vocabulary(params: Params, tokens: torch.Tensor, op: str) -> None:
+    check_range(op, "tokens", tokens, 0, params.embed.shape[0] - 1, "the vocabulary")
 
 
 def _check_capacity(cache: ModelCache, counts: list[int], op: str) -> int | None:
-    """Raise if a row would outgrow the cache; return the longest row's length after the call, if the host may know it."""
+    """Raise if a row would outgrow the cache; return the length of the longest row afterwards, if the host may know."""
     if torch.compiler.is_compiling() or cache.length.device.type == "meta":
         return None
     if op == "decode_step" and cache.length.device.type != "cpu":
         return None
-    after = [(length + count, row, length) for row, (length, count) in enumerate(zip(cache.length.tolist(), counts, strict=True))]
+    after = [
+        (length + count, row, length)
+        for row, (length, count) in enumerate(zip(cache.length.tolist(), counts, strict=True))
+    ]
     limit = capacity(cache)
     if not after:
         return 0
     total, row, length = max(after)
     if limit is not None and total > limit:
         raise ContractError(
-            f"{op}: row {row} holds {length} tokens and {total - length} more make {total}, but the cache has capacity {limit}. "
-            f"Make a larger one with init_cache(..., capacity={total})."
+            f"{op}: row {row} holds {length} tokens and {total - length} more make {total}, but the cache has capacity "
+            f"{limit}. Make a larger one with init_cache(..., capacity={total})."
         )
     return total

@@ -67,7 +67,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     folder = Path(path)
     settings = folder / "tokenizer_config.json"
-    if settings.is_file() and json.loads(settings.read_text()).get("tokenizer_class") == "ByteTokenizer":
+    kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
+    if kind == "ByteTokenizer":
         return ByteTokenizer()
     if (folder / "tokenizer.json").is_file():
         return _HFTokenizer(folder / "tokenizer.json")
@@ -87,13 +88,21 @@ def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
             yield decoder.decode(tokenizer.decode_bytes([i]))
         yield decoder.decode(b"", final=True)
         return
-    seen: list[int] = []
-    shown = ""
+    # Some tokenizers decode a token differently at the start of a text, so what was shown last stays in front of it.
+    context: list[int] = []
+    pending: list[int] = []
+
+    def piece() -> str:
+        before, after = (tokenizer.decode_bytes(part).decode(errors="replace") for part in (context, context + pending))
+        return after[len(before) :]
+
     for i in ids:
-        seen.append(i)
-        text = tokenizer.decode_bytes(seen).decode(errors="replace")
-        if text.endswith("�"):
-            yield ""
+        pending.append(i)
+        text = piece()
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield ""  # perhaps a character whose last bytes are still to come
             continue
-        yield text[len(shown) :]
-        shown = text
+        yield text
+        if text:
+            context, pending = pending, []
+    yield piece()

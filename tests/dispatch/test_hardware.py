@@ -35,7 +35,7 @@ def _fresh_probe():
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend that packages are installed: ``installed("triton", "3.7.1", module)``. A module that is an error is raised."""
+    """Pretend that packages are installed: ``installed("triton", "3.7.1", module)``; an error as module is raised."""
 
     def install(package, version, module):
         name = {"torch-npu": "torch_npu", "triton-ascend": "triton"}.get(package, package)
@@ -86,7 +86,7 @@ def test_named_chips(name):
 
 
 def test_an_unknown_chip_lists_the_known_ones():
-    with pytest.raises(ValueError, match="No hardware named 'H1000'. Known: cpu, Ascend910B2, .* MI300X"):
+    with pytest.raises(ValueError, match=r"No hardware named 'H1000'\. Known: cpu, Ascend910B2, .* MI300X"):
         Hardware.named("H1000")
 
 
@@ -98,9 +98,9 @@ def test_text():
 
 
 @pytest.mark.parametrize(("name", "ascendc_runs", "triton_runs"), [
-    ("cpu", False, False), ("Ascend910B2", True, True), ("Ascend910_9391", True, True), ("Ascend950PR_9589", True, True),
-    ("Ascend310P3", False, False), ("A100", False, True), ("H200", False, True), ("B200", False, True),
-    ("MI300X", False, True),
+    ("cpu", False, False), ("Ascend910B2", True, True), ("Ascend910_9391", True, True),
+    ("Ascend950PR_9589", True, True), ("Ascend310P3", False, False), ("A100", False, True), ("H200", False, True),
+    ("B200", False, True), ("MI300X", False, True),
 ])  # fmt: skip
 def test_what_backends_say_about_chips(name, ascendc_runs, triton_runs):
     chip = Hardware.named(name)

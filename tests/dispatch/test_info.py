@@ -10,6 +10,7 @@ import pytest
 
 import glm5fn
 from glm5fn.cli import COMMANDS, main
+from glm5fn.diagnostics import text
 
 
 def run(*words, path=None, **variables):
@@ -23,8 +24,8 @@ def run(*words, path=None, **variables):
 
 def test_text(capsys):
     assert main([]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith(f"glm5fn {glm5fn.__version__}")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"glm5fn {glm5fn.__version__}")
     for fragment in (
         "\npackages\n",
         "  torch ",
@@ -34,7 +35,7 @@ def test_text(capsys):
         "kda_chunk",
         "transformers",
     ):
-        assert fragment in text
+        assert fragment in shown
 
 
 def test_json(capsys):
@@ -55,10 +56,10 @@ def test_another_chip(capsys):
 def test_the_selection_in_force(capsys, set_env):
     set_env(GLM5FN_BACKEND="reference,kda_chunk=auto", GLM5FN_FALLBACK="silent")
     assert main(["info"]) == 0
-    text = capsys.readouterr().out
-    assert "GLM5FN_BACKEND=reference,kda_chunk=auto" in text
-    assert "every operation: reference\n  kda_chunk: auto\n" in text
-    assert "on falling back to reference on an accelerator: silent" in text
+    shown = capsys.readouterr().out
+    assert "GLM5FN_BACKEND=reference,kda_chunk=auto" in shown
+    assert "every operation: reference\n  kda_chunk: auto\n" in shown
+    assert "on falling back to reference on an accelerator: silent" in shown
 
 
 def test_a_bad_variable_is_shown_and_the_rest_too():
@@ -84,7 +85,7 @@ def test_broken_packages(broken):
     assert report["packages"]["triton"]["problem"] == "RuntimeError: libcuda is in pieces"
     assert report["packages"]["torch-npu"]["problem"] == "SystemExit: no CANN"
     assert report["support"]["operations"]["kda_chunk"]["auto"] == "reference"
-    assert "does not work: RuntimeError: libcuda is in pieces" in run(path=broken).stdout
+    assert "does not work: RuntimeError: libcuda is in pieces" in text(report)
 
 
 def test_a_torch_npu_that_breaks_torch_itself(broken):
@@ -133,9 +134,9 @@ def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert exit_.value.code == 0
-    text = capsys.readouterr().out
+    shown = capsys.readouterr().out
     for command in COMMANDS:
-        assert command.__name__ in text
+        assert command.__name__ in shown
         assert command.__doc__
 
 

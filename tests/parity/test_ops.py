@@ -1,4 +1,4 @@
-"""Operations against the modules of transformers' glm5_next, which were written by other people from the same paper trail."""
+"""Operations against the modules of transformers' glm5_next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ peer = pytest.importorskip("transformers.models.glm5_next.modeling_glm5_next")
 
 def config(**changes):
     options = {
-        "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 12,
+        "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "q_lora_rank": 12,
         "index_n_heads": 4, "index_head_dim": 8, "index_kpool": 4, "index_topk": 8, "n_routed_experts": 12,
         "num_experts_per_tok": 3, "moe_intermediate_size": 10, "swiglu_limit": 1.0, "hc_mult": 4,
     }  # fmt: skip

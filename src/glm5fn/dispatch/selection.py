@@ -91,6 +91,9 @@ def use_backend(backend: str | None = None, /, **per_op: str) -> contextlib.Abst
     back: an operation that it cannot run raises BackendUnavailable. The frame belongs to this thread and asyncio
     task.
 
+    Functions under ``torch.compile`` see the frames of their thread and compile again when these change, but cannot
+    tell asyncio tasks apart: where a frame stays open across an ``await``, pass ``backend=`` in what is compiled.
+
     Raises:
         ValueError: for an unknown backend or operation, listing the known ones.
 

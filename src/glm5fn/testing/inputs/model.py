@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -16,7 +17,7 @@ __all__ = ["SMALL", "config", "draw", "meta_params", "params", "prompts"]
 SMALL = Config(
     vocab_size=61, hidden_size=24, intermediate_size=40, moe_intermediate_size=12, num_hidden_layers=4,
     num_attention_heads=3, n_routed_experts=6, num_experts_per_tok=2, q_lora_rank=14, kv_lora_rank=10,
-    qk_nope_head_dim=8, v_head_dim=6, index_topk=8, index_head_dim=4, index_n_heads=3, index_kpool=4,
+    qk_nope_head_dim=8, v_head_dim=6, index_topk=8, index_head_dim=4, index_n_heads=16, index_kpool=4,
     linear_head_dim=8, linear_num_heads=2, linear_conv_kernel_dim=4, hc_mult=3, pad_token_id=0, eos_token_id=60,
     layer_types=("linear_attention", "indexed_attention", "indexed_attention", "linear_attention"),
     mlp_layer_types=("dense", "sparse", "dense", "sparse"), max_position_embeddings=4096,
@@ -24,7 +25,7 @@ SMALL = Config(
 """Two layers of each kind, two of each feed-forward, selection from 9 tokens on."""
 
 
-def config(kinds: str | None = None, **changes: object) -> Config:
+def config(kinds: str | None = None, **changes: Any) -> Config:
     """:data:`SMALL` with other values; ``kinds`` names the layers by letters, K for KDA and M for MLA.
 
     Example:
@@ -45,7 +46,8 @@ def config(kinds: str | None = None, **changes: object) -> Config:
 
 def draw(path: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
     """Random values for the leaf or parameter named ``path``: matrices keep the size of what they multiply, norms are
-    near 1, everything else is near 0 but never exactly a neutral value, so that a weight that is not applied shows."""
+    near 1, everything else is near 0 but never exactly a neutral value, so that a weight that is not applied shows.
+    The names may be this library's or transformers'."""
     x = torch.randn(tuple(shape), generator=generator)
     name = path.removesuffix(".weight").split(".")[-1]
     if name == "scale":
@@ -54,9 +56,11 @@ def draw(path: str, shape: Sequence[int], generator: torch.Generator) -> torch.T
         return x - 3  # a decay of about 0.8 per token: a state that remembers, so that a wrong one shows
     if "norm" in name and not path.endswith("bias"):
         return 1 + 0.2 * x
-    if len(shape) > 1 and "embed" not in name:
-        return x / math.sqrt(shape[-1])
-    return x if "embed" in name else 0.5 * x
+    if "embed" in name:
+        return x
+    # Blocks add less than the streams hold: rounding errors grow from layer to layer otherwise.
+    size = 0.5 if name.startswith(("o_proj", "down")) or len(shape) < 2 else 1.0
+    return size * x / math.sqrt(shape[-1] if len(shape) > 1 else 1)
 
 
 def params(cfg: Config, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Params:

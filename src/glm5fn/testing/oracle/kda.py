@@ -50,7 +50,7 @@ def kda(
         b, start, end = (0, offsets[n], offsets[n + 1]) if cu_seqlens is not None else (n, 0, T)
         part = tuple(x[b, start:end] for x in (q, k, v, g, beta))
         for h in range(H):
-            rows, states = _one_head(*(x[:, h] for x in part), new[n, h], scale, dtype)
+            rows, states = _one_head([x[:, h] for x in part], new[n, h], scale, dtype)
             out[b, start:end, h] = rows
             new[n, h] = states[-1]
     return out, new
@@ -75,7 +75,7 @@ def kda_verify(
     for n in range(N):
         first = states[n, int(num_accepted[n]) - 1].to(dtype)
         for h in range(H):
-            rows, after = _one_head(*(x[n, :, h] for x in (q, k, v, g, beta)), first[h], scale, dtype)
+            rows, after = _one_head([x[n, :, h] for x in (q, k, v, g, beta)], first[h], scale, dtype)
             out[n, :, h] = rows
             for t in range(T):
                 new[n, t, h] = after[t + 1]
@@ -83,17 +83,10 @@ def kda_verify(
 
 
 def _one_head(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    scale: float | None,
-    dtype: torch.dtype,
+    tokens: list[torch.Tensor], state: torch.Tensor, scale: float | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the outputs [T, V], and the states [V, K] before the first and after every token."""
-    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    """Return the outputs [T, V], and the states [V, K] before the first and after every token (q, k, v, g, beta)."""
+    q, k, v, g, beta = (x.to(dtype) for x in tokens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     states = [state]
     out = torch.zeros(len(q), v.shape[-1], dtype=dtype)
