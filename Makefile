@@ -19,6 +19,9 @@ lint: $(VENV)/.test  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+notebooks: $(VENV)/.test  ## execute the notebooks in place, after a change to them or to the checkpoint
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
+
 train: $(VENV)/.test  ## train the checkpoint again (stop at any time, the same command resumes)
 	$(BIN)/python -m training.train --run runs/pydoc
 

@@ -67,7 +67,7 @@ def kda_chunk(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     in_place = not is_recording(q, k, v, g, beta, state)
     S = begin(state, N, k, v, donate)
-    if T == 0:
+    if B * T == 0:
         return torch.zeros_like(v), finish(S, state, H, donate)
     C = min(_CHUNK, 1 << (max(1, B * T // N) - 1).bit_length())
     packing = None if cu_seqlens is None else _pack(cu_seqlens, T, C)
@@ -109,8 +109,7 @@ def _pack(cu_seqlens: torch.Tensor, T: int, C: int) -> _Packing:
     ends = ((lengths + C - 1) // C).cumsum(0)
     firsts = F.pad(ends, (1, 0))
     chunk = torch.arange((T + N * (C - 1)) // C, device=cu_seqlens.device)
-    # An empty chunk belongs to the last sequence that has tokens: it leaves that state equal, if not bit for bit the
-    # same.
+    # An empty chunk belongs to the last sequence that has tokens: it may turn a -0 into 0 there.
     sequence = torch.searchsorted(ends, torch.minimum(chunk, ends[-1] - 1), right=True)
     inside = (chunk - firsts[sequence])[:, None] * C + torch.arange(C, device=cu_seqlens.device)
     used = inside < lengths[sequence, None]
@@ -126,8 +125,7 @@ def _spread(x: torch.Tensor, packing: _Packing) -> torch.Tensor:
 
 
 def _cut(x: torch.Tensor, C: int) -> torch.Tensor:
-    """Return x [B, T, H, X] in chunks, [n, B, H, C, X]; the last one is filled with zeros, which leave the state as it
-    is."""
+    """Return x [B, T, H, X] in chunks, [n, B, H, C, X]; zeros, which leave the state as it is, fill the last one."""
     B, T, H, X = x.shape
     if T % C:
         x = F.pad(x, (0, 0, 0, 0, 0, -T % C))

@@ -66,13 +66,14 @@ else:
     from glm5fn.tokenizer import ByteTokenizer, load_tokenizer
 
 __all__ = [
-    "BackendFallback", "ByteTokenizer", "BackendUnavailable", "CheckpointError", "Choice", "Config", "ConfigError", "ContractError",
-    "ConvOut", "Hardware", "IndexCache", "KDACache", "KDAOut", "MHCOut", "MLACache", "ModelCache", "OpSpec", "Params",
-    "QuantOut", "RouteOut", "Step", "Verdict", "VisionConfig", "__version__", "backends", "cache_nbytes", "capacity",
-    "causal_conv1d", "causal_conv1d_update", "clamped_swiglu", "debug_donation", "decode_step", "describe", "explain",
-    "fork", "forward", "gated_rms_norm", "generate", "hadamard_quant_fp8", "init_cache", "init_params",
-    "inspect_checkpoint", "kda_chunk", "kda_gate", "kda_recurrent", "kda_verify", "kpool_compress", "kpool_select",
-    "l2_norm", "load_checkpoint", "load_tokenizer", "mhc_post", "mhc_pre", "mhc_pre_norm", "mla_decode", "mla_prefill", "mla_sparse",
-    "moe_experts", "moe_route", "prefill", "record_choices", "register", "reload_env", "rms_norm", "save_checkpoint",
-    "select", "shipped_checkpoint", "support_table", "unregister", "use_backend",
+    "BackendFallback", "BackendUnavailable", "ByteTokenizer", "CheckpointError", "Choice", "Config", "ConfigError",
+    "ContractError", "ConvOut", "Hardware", "IndexCache", "KDACache", "KDAOut", "MHCOut", "MLACache", "ModelCache",
+    "OpSpec", "Params", "QuantOut", "RouteOut", "Step", "Verdict", "VisionConfig", "__version__", "backends",
+    "cache_nbytes", "capacity", "causal_conv1d", "causal_conv1d_update", "clamped_swiglu", "debug_donation",
+    "decode_step", "describe", "explain", "fork", "forward", "gated_rms_norm", "generate", "hadamard_quant_fp8",
+    "init_cache", "init_params", "inspect_checkpoint", "kda_chunk", "kda_gate", "kda_recurrent", "kda_verify",
+    "kpool_compress", "kpool_select", "l2_norm", "load_checkpoint", "load_tokenizer", "mhc_post", "mhc_pre",
+    "mhc_pre_norm", "mla_decode", "mla_prefill", "mla_sparse", "moe_experts", "moe_route", "prefill", "record_choices",
+    "register", "reload_env", "rms_norm", "save_checkpoint", "select", "shipped_checkpoint", "support_table",
+    "unregister", "use_backend",
 ]  # fmt: skip

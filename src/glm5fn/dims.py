@@ -23,6 +23,7 @@ E     routed experts
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from itertools import pairwise
 
 import torch
@@ -121,7 +122,7 @@ def check_range(op: str, name: str, x: torch.Tensor, least: int, most: int, why:
     if x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() == 0:
         return
     for value, place in ((x.amin(), x.argmin()), (x.amax(), x.argmax())):
-        found = value.tolist()
+        found: Any = value.tolist()
         if not least <= found <= most:
             index = [i.tolist() for i in torch.unravel_index(place, x.shape)]
             raise ContractError(f"{op}: {name} must lie in {least}..{most} ({why}), got {found} at {index}.")

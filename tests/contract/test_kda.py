@@ -302,3 +302,21 @@ def test_gradients_stay_finite_under_strong_gates(backend, form, gate):
     form(*call, backend=backend).out.square().sum().backward()
     for x in call:
         assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("B", "T"), [(0, 3), (2, 0), (0, 0)])
+def test_nothing_to_do(backend, form, B, T):
+    call = make(B=B, T=T)
+    result = form(*call, backend=backend)
+    assert result.out.shape == (B, T, 2, 6)
+    assert_bitwise(result.state, call.state)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_once_used_at_other_lengths(backend, form):
+    torch.compiler.reset()
+    compiled = torch.compile(form, fullgraph=True, backend="eager")
+    for B, T in ((1, 3), (2, 5), (3, 40)):
+        call = make(B=B, T=T)
+        assert_bitwise(tuple(compiled(*call, backend=backend)), tuple(form(*call, backend=backend)))

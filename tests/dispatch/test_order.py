@@ -96,6 +96,12 @@ def test_unknown_backend_argument(toy):
     assert str(error.value) == "toy: backend: no backend named 'tritn'. Known: auto, ascendc, triton, reference."
 
 
+@pytest.mark.parametrize("word", [["reference"], 3, torch.float32, ""])
+def test_a_backend_that_is_no_word(toy, word):
+    with pytest.raises(ContractError, match="toy: backend: no backend named"):
+        toy(backend=word)
+
+
 @pytest.mark.parametrize("how", ["argument", "frame", "environment"])
 def test_a_named_backend_never_falls_back(toy, set_env, how):
     toy.add("picky", unsupported=lambda spec: ["no"])

@@ -13,7 +13,7 @@ from glm5fn.testing.inputs.model import draw
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 8, "out_hidden_size": 24,
           "projection_intermediate_size": 8}  # fmt: skip
 TEXT = {
-    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "moe_intermediate_size": 12,
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "moe_intermediate_size": 16,
     "num_attention_heads": 3, "num_key_value_heads": 3, "n_routed_experts": 6, "num_experts_per_tok": 2,
     "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 8, "v_head_dim": 6, "index_topk": 16,
     "index_head_dim": 4, "index_n_heads": 16, "index_kpool": 4, "linear_head_dim": 8, "linear_num_heads": 2,

@@ -15,7 +15,7 @@ LENGTHS = (41, 70, 2, 53)
 def test_left_padded_there_is_right_padded_here(pair, close, backend, stack):
     one = pair(*stack.split(":"))
     T = max(LENGTHS)
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator().manual_seed(15)
     rows = [torch.randint(61, (n,), generator=generator) for n in LENGTHS]
     left, mask, right = torch.zeros(4, T, dtype=torch.int64), torch.zeros(4, T, dtype=torch.int64), torch.full((4, T), -1)
     for b, row in enumerate(rows):
@@ -24,7 +24,7 @@ def test_left_padded_there_is_right_padded_here(pair, close, backend, stack):
 
     with use_backend(backend), watch_choices() as margin:
         ours, _ = forward(one.params, one.cfg, right, lengths=LENGTHS)
-    assert min(margin.pools, margin.experts) > 1e-4, "a near tie: choose other weights"
+    margin.assert_no_near_tie()
     assert margin.left_out > 0 or not one.cfg.mla_layers
     for b, n in enumerate(LENGTHS):
         close(ours[b, :n], theirs[b, T - n :])

@@ -23,7 +23,7 @@ def case(request, pair):
     """Both sides, a text, its logits by transformers, and a cache that the whole text fits in exactly."""
     attention, ffn, text = STACKS[request.param]
     one = pair(attention, ffn, **text)
-    tokens = torch.randint(61, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(61, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(33))
     cache = init_cache(one.cfg, 2, PROMPT + STEPS, dtype=torch.float32)
     return one, tokens, one.logits(tokens), cache
 
@@ -36,7 +36,7 @@ def test_prefill_and_64_steps(case, close, backend):
         for t in range(PROMPT, PROMPT + STEPS):
             logits, cache = decode_step(one.params, one.cfg, tokens[:, t], cache, donate=True)
             found.append(logits)
-    assert min(margin.pools, margin.experts) > 1e-4, "a near tie: choose other weights"
+    margin.assert_no_near_tie()
     assert margin.left_out > 0 or not one.cfg.mla_layers
     close(torch.stack(found, dim=1), expected[:, PROMPT - 1 :])
 

@@ -65,7 +65,10 @@ def _decide(
 ) -> Decision:
     device = args[0].device if args and isinstance(args[0], Tensor) else device_of(args, kwargs)
     key: Any = (name, backend, scope.per_op.get(name) or scope.everything, device, scope.hardware)
-    known = _MEMO.get(key)
+    try:
+        known = _MEMO.get(key)
+    except TypeError:  # backend is no word at all, which is refused where words are checked
+        known = None
     if known is None:
         return _select(scope, key, None, name, backend, args, kwargs)
     if not isinstance(known, str):
@@ -138,15 +141,17 @@ def explain(
     hardware: Hardware | str | None = None,
     **kwargs: Any,
 ) -> Choice:
-    """Say which backend would run ``op(*args, **kwargs)``, and everything that keeps the others from it, without
-    running it.
+    """Say which backend would run ``op(*args, **kwargs)`` and what keeps every other one from it. Nothing runs.
 
-    The operation checks its arguments as usual; tensors on the meta device do, since nothing is computed.
+    The operation checks its arguments as usual. Nothing is computed, so tensors on the meta device will do.
 
     Args:
-        op: the operation or its name. *args: its positional arguments. backend: as for the operation itself.
-            hardware: the chip to answer for, or its name, for instance ``"Ascend910B2"``; by default the one the
-            tensors are on. **kwargs: its keyword arguments.
+        op: the operation or its name.
+        *args: its positional arguments.
+        backend: as for the operation itself.
+        hardware: the chip to answer for, or its name, for instance ``"Ascend910B2"``; by default the one the tensors
+            are on.
+        **kwargs: its keyword arguments.
 
     Raises:
         ContractError: if the operation does not accept the arguments.

@@ -234,21 +234,20 @@ def register(
     """Add an implementation of an operation, under a known backend that has none or under a new backend name.
 
     Args:
-        op: name of the operation. backend: name of the backend; a new name becomes known to ``backend=``,
-            ``use_backend`` and ``GLM5FN_BACKEND``. target: the function, or ``"module:function"`` to import it only
-            when it is first chosen. It must have the operation's
-            signature without ``backend``: names, order, kinds and defaults. A string is checked when it is loaded.
-        available: ``available(hardware) -> list[str]``, every reason why it cannot run on that hardware; ``None`` for
-            none. unsupported: ``unsupported(spec) -> list[str]``, every reason why it cannot run that call, each with
-            the value found and
-            the limit; must be cheap, pure, and independent of everything but ``spec``. ``None`` for none.
-        priority: where ``auto`` tries it: ascendc is 20, triton 10, reference 0. By default the backend's own, and
-            for a new name
-            −1, which ``auto`` never reaches because reference comes first.
+        op: name of the operation.
+        backend: name of the backend; a new one becomes known to ``backend=``, ``use_backend`` and ``GLM5FN_BACKEND``.
+        target: the function, or ``"module:function"`` to import it only when it is first chosen. It must have the
+            operation's signature without ``backend``: names, order, kinds and defaults. A string is checked when it is
+            loaded.
+        available: ``available(hardware) -> list[str]``, every reason why it cannot run on that hardware.
+        unsupported: ``unsupported(spec) -> list[str]``, every reason why it cannot run that call, each with the value
+            found and the limit; it must be cheap and depend on nothing but ``spec``.
+        priority: where ``auto`` tries it: ascendc is 20, triton 10, reference 0. By default the backend's own, and for
+            a new name -1, which ``auto`` never reaches because reference comes first.
 
     Raises:
-        ValueError: for an unknown operation, an illegal backend name, or one that already has an implementation of
-            ``op``. TypeError: for a function whose signature differs from the operation's.
+        ValueError: for an unknown operation, an illegal backend name, or one that already implements ``op``.
+        TypeError: for a function whose signature differs from the operation's.
 
     Example:
         >>> def mine(x, *, eps=1e-6):

@@ -33,6 +33,11 @@ class Margin:
     experts: float = float("inf")
     left_out: int = 0
 
+    def assert_no_near_tie(self, least: float = 2e-5) -> None:
+        """Assert that every choice was clear; the default is ten times what float32 loses in models of a few layers."""
+        smallest = min(self.pools, self.experts)
+        assert smallest >= least, f"a choice is only {smallest:.1e} from a tie: use other weights or another prompt"
+
 
 def pool_margins(
     q: torch.Tensor, weights: torch.Tensor, pooled: torch.Tensor, positions: torch.Tensor, *, topk: int, kpool: int

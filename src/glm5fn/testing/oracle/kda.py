@@ -85,7 +85,7 @@ def kda_verify(
 def _one_head(
     tokens: list[torch.Tensor], state: torch.Tensor, scale: float | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the outputs [T, V], and the states [V, K] before the first and after every token (q, k, v, g, beta)."""
+    """Return the outputs [T, V] of tokens (q, k, v, g, beta), and the states [V, K] before the first and after each."""
     q, k, v, g, beta = (x.to(dtype) for x in tokens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     states = [state]
