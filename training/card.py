@@ -33,7 +33,7 @@ without a download. It knows nothing but how Python's documentation sounds.
 | weights | bfloat16; float32 where the model needs it; `model.safetensors`, official tensor names |
 | data | Python $python's own text: $topics characters of the language reference (`pydoc_data.topics`) and $docstrings |
 | | of standard-library docstrings, half of each batch from each (PSF licence) |
-| training | $steps steps of $batch x $tokens bytes, AdamW, $hours h on a CPU; dense attention for 60 % of it, then sparse |
+| training | $steps steps of $batch x $tokens bytes, AdamW, $hours h; dense attention for 60 % of it, then sparse |
 | script | `python -m training.train --run runs/pydoc` |
 
 ## Held-out text
@@ -77,7 +77,7 @@ def export(run: Path, folder: Path) -> None:
         CARD.substitute(
             name=folder.name,
             parameters=f"{count(params) / 1e6:.1f}-million",
-            layers=", ".join(type(p.attn).__name__ for p in params.layers)
+            layers=", ".join(type(p.attn).__name__ for p in params.layers if p is not None)
             + f" and one MTP layer; hidden size {cfg.hidden_size}",
             topk=cfg.index_topk,
             kpool=cfg.index_kpool,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import glm5fn
 from glm5fn.blocks import Rows, mtp_block
-from glm5fn.cache import init_cache
+from glm5fn.cache import MLACache, init_cache
 from glm5fn.kernels.reference import indexer as reference_indexer
 from glm5fn.kernels.reference import mhc as reference_mhc
 from glm5fn.kernels.reference import moe as reference_moe
@@ -84,6 +84,7 @@ class Observer:
 
     def _compare(self, probs: torch.Tensor) -> None:
         P = probs.shape[-1] // self._kpool
+        assert self._scores is not None, "kpool_select runs before mla_sparse"
         scores = self._scores[..., :P]  # a last, incomplete pool is never visible
         visible = scores > -torch.inf
         target = probs[..., : P * self._kpool].unflatten(-1, (P, self._kpool)).sum(-1).masked_fill(~visible, 0)
@@ -132,7 +133,8 @@ def losses(params: glm5fn.Params, cfg: glm5fn.Config, tokens: torch.Tensor, obse
         hidden, _ = hidden_states(params, cfg, inputs)
         main = _cross_entropy(params, hidden, tokens[:, 1:])
         following = F.embedding(tokens[:, 1:-1], params.embed)
-        cache = init_cache(cfg, B, T - 2, dtype=params.embed.dtype).layers[cfg.layer_types.index("indexed_attention")]
+        cache = init_cache(cfg, B, T - 2, dtype=params.embed.dtype).layers[cfg.mla_layers[0]]
+        assert isinstance(cache, MLACache)
         drafted, _ = mtp_block(params.mtp[0], cfg, hidden[:, :-1], following, cache, Rows(start, longest=T - 2))
         mtp = _cross_entropy(params, drafted, tokens[:, 2:])
     return Losses(main, mtp, torch.stack(observer.divergence).mean())

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 import glm5fn
-from glm5fn.params import cast, count, map_leaves, named_leaves
+from glm5fn.params import MoE, cast, count, map_leaves, named_leaves
 from training.data import VOCAB, Corpus, batches, corpus
 from training.objective import Observer, losses
 
@@ -108,7 +108,8 @@ def train(run: Path, steps: int, minutes: float, seed: int) -> None:
 
 
 def _optimizer(params: glm5fn.Params) -> torch.optim.Optimizer:
-    decayed, others = [], []
+    decayed: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
     for path, p in named_leaves(params):
         matrix = p.dim() >= 2 and not path.endswith((".base", ".scale", "dt_bias", "A_log", "conv", "compress_ape"))
         (decayed if matrix else others).append(p)
@@ -141,7 +142,7 @@ def _step(
 @torch.no_grad()
 def _balance(params: glm5fn.Params, loads: list[torch.Tensor]) -> None:
     """Move each router's correction bias towards equal load (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
-    routers = [p.ffn.bias for p in (*params.layers, *params.mtp) if isinstance(p.ffn, glm5fn.params.MoE)]
+    routers = [p.ffn.bias for p in (*params.layers, *params.mtp) if p is not None and isinstance(p.ffn, MoE)]
     for bias, load in zip(routers, loads, strict=True):
         load = load.float()
         bias += BALANCE_RATE * (load.mean() - load).sign()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from glm5fn.dims import compute_dtype
+from glm5fn.kernels.reference.precision import without_autocast
 
 __all__ = ["kpool_compress", "kpool_select"]
 
@@ -18,6 +19,7 @@ def kpool_compress(k: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor) -> to
     return (weights * k.to(dtype)).sum(2).to(k.dtype)
 
 
+@without_autocast
 def kpool_select(
     q: torch.Tensor,
     weights: torch.Tensor,

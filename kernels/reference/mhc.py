@@ -10,10 +10,12 @@ import torch
 
 from glm5fn.dims import compute_dtype
 from glm5fn.kernels.reference.norm import rms_norm
+from glm5fn.kernels.reference.precision import without_autocast
 
 __all__ = ["mhc_post", "mhc_pre", "mhc_pre_norm"]
 
 
+@without_autocast
 def mhc_pre(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -51,6 +53,7 @@ def _sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
     return comb
 
 
+@without_autocast
 def mhc_pre_norm(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -66,6 +69,7 @@ def mhc_pre_norm(
     return rms_norm(x, norm_weight, eps=norm_eps), post, comb
 
 
+@without_autocast
 def mhc_post(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     dtype = compute_dtype(streams.dtype)
     new = post[..., None] * y.to(dtype)[..., None, :]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from glm5fn.dims import compute_dtype
+from glm5fn.kernels.reference.precision import without_autocast
 
 __all__ = ["mla_decode", "mla_prefill", "mla_sparse"]
 
@@ -20,6 +21,7 @@ _BLOCK_BYTES = 64 << 20
 """Bytes that the largest temporary of a block may take (but a block is at least one token or one head)."""
 
 
+@without_autocast
 def mla_prefill(
     q: torch.Tensor,
     latent: torch.Tensor,
@@ -76,6 +78,7 @@ def _spoil(out: torch.Tensor, position: torch.Tensor, rows: torch.Tensor, finite
     return out.masked_fill((first[:, None] <= position)[..., None, None], torch.nan)
 
 
+@without_autocast
 def mla_decode(
     q: torch.Tensor,
     latent: torch.Tensor,
@@ -112,6 +115,7 @@ def mla_decode(
     return _finish(out, total, w_uv, q.dtype)
 
 
+@without_autocast
 def mla_sparse(
     q: torch.Tensor,
     latent: torch.Tensor,

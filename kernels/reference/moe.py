@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from glm5fn.dims import compute_dtype
+from glm5fn.kernels.reference.precision import without_autocast
 
 __all__ = ["clamped_swiglu", "moe_experts", "moe_route"]
 
@@ -21,6 +22,7 @@ _BLOCK_ROWS = 64
 """Pairs of the same expert that the sync-free path multiplies together."""
 
 
+@without_autocast
 def moe_route(
     x: torch.Tensor,
     w_gate: torch.Tensor,
@@ -59,6 +61,7 @@ def clamped_swiglu(gate_up: torch.Tensor, *, limit: float | None) -> torch.Tenso
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+@without_autocast
 def moe_experts(
     x: torch.Tensor,
     ids: torch.Tensor,

@@ -23,8 +23,8 @@ E     routed experts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 from itertools import pairwise
+from typing import Any
 
 import torch
 
