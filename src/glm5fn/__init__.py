@@ -1,11 +1,16 @@
 """GLM-5.3-Flash as stateless pure functions on PyTorch tensors. Every public name is here."""
 
 from importlib.metadata import version as _version
+from warnings import catch_warnings as _catch_warnings
+from warnings import filterwarnings as _filterwarnings
 
 __version__ = _version("glm5fn")
 
 try:
-    import torch as _torch  # noqa: F401 (to see whether it can be)
+    with _catch_warnings():
+        # torch says so at every import on a machine without NumPy, which nothing here needs.
+        _filterwarnings("ignore", message="Failed to initialize NumPy")
+        import torch as _torch  # noqa: F401 (to see whether it can be)
 except Exception as _error:
     # A broken accelerator package can break torch itself; `glm5fn info` must still be able to say so.
     _torch_problem: str | None = f"{type(_error).__name__}: {_error}"

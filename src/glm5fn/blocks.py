@@ -128,7 +128,7 @@ def index_inputs(p: Indexer, cfg: Config, x: torch.Tensor, q_latent: torch.Tenso
 class _MLAInputs(NamedTuple):
     q: torch.Tensor
     latent: torch.Tensor
-    index: IndexInputs | None  # type: ignore[assignment]
+    index: IndexInputs  # type: ignore[assignment]
 
 
 def mla_block(
@@ -148,7 +148,7 @@ def mla_block(
     tokens = _MLAInputs(
         q=F.linear(q_latent, p.q_b).unflatten(-1, (cfg.num_attention_heads, cfg.qk_nope_head_dim)),
         latent=rms_norm(F.linear(x, p.kv_a), p.kv_a_norm, eps=cfg.rms_norm_eps),
-        index=None if p.indexer is None else index_inputs(p.indexer, cfg, x, q_latent),
+        index=index_inputs(p.indexer, cfg, x, q_latent),
     )
     if rows.counts is None:
         out, cache = _attend(p, cfg, tokens, cache, rows.start, rows.longest, donate)
@@ -176,19 +176,17 @@ def _attend(
         same = cache if donate else pytree.tree_map(torch.clone, cache)
         return tokens.q.new_zeros(B, 0, cfg.num_attention_heads, cfg.v_head_dim), same
     S = cache.latent.shape[1]
-    position = start[:, None] + torch.arange(T, device=start.device, dtype=start.dtype)
+    # Callers check the capacity; the clamps only keep a captured graph, which cannot raise, inside the buffers.
+    position = (start[:, None] + torch.arange(T, device=start.device, dtype=start.dtype)).clamp(max=S - 1)
+    lengths = (start + T).clamp(max=S)
     latent = _put(cache.latent, position, tokens.latent, donate)
-    index = cache.index
-    if index is not None and tokens.index is not None and p.indexer is not None:
-        index = _update_index(index, tokens.index, p.indexer.compress_ape, start, donate)
+    index = _update_index(cache.index, tokens.index, p.indexer.compress_ape, start, donate)
 
     bound = S if longest is None else min(longest, S)
-    lengths = start + T
-    if index is None or (bound <= cfg.index_topk and cfg.index_kpool_always_select_tail):
+    if bound <= cfg.index_topk and cfg.index_kpool_always_select_tail:
         attend = mla_decode if T == 1 else mla_prefill
         out = attend(tokens.q, latent[:, :bound], p.w_uk, p.w_uv, lengths=lengths)
     else:
-        assert tokens.index is not None
         pooled = index.pooled[:, : -(-bound // cfg.index_kpool)]
         chosen = kpool_select(
             tokens.index.query, tokens.index.weights, pooled, position,
@@ -200,11 +198,9 @@ def _attend(
 
 def _put(buffer: torch.Tensor, position: torch.Tensor, values: torch.Tensor, donate: bool) -> torch.Tensor:
     """``buffer [B, S, ...]`` with ``values [B, T, ...]`` at rows ``position [B, T]``."""
-    # Callers check the capacity. The clamp only keeps a captured graph, which cannot raise, inside the buffer.
-    position = position.clamp(max=buffer.shape[1] - 1).long()
     row = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
     put = buffer.index_put_ if donate else buffer.index_put
-    return put((row, position), values.to(buffer.dtype))
+    return put((row, position.long()), values.to(buffer.dtype))
 
 
 def _update_index(
@@ -225,7 +221,7 @@ def _update_index(
     key, gate = _take(both, source).unflatten(2, (M, kpool)).unbind(1)
     pool = first + torch.arange(M, device=start.device)
     complete = (pool + 1) * kpool <= start + T
-    slot = pool.clamp(max=index.pooled.shape[1] - 1)
+    slot = pool.clamp(max=index.pooled.shape[1] - 1)  # as the clamps of the caller
     row = torch.arange(B, device=start.device)[:, None]
     values = kpool_compress(key, gate, ape).to(index.pooled.dtype)
     values = torch.where(complete[..., None], values, index.pooled[row, slot])
@@ -235,7 +231,7 @@ def _update_index(
     latest = last - (last - torch.arange(ring, device=start.device)) % ring
     newer = _take(fresh, (latest - start).clamp(min=0))
     tail = torch.where((latest >= start)[:, None, :, None], newer, index.tail)
-    return IndexCache(pooled=_put(index.pooled, pool, values, donate), tail=index.tail.copy_(tail) if donate else tail)
+    return IndexCache(pooled=_put(index.pooled, slot, values, donate), tail=index.tail.copy_(tail) if donate else tail)
 
 
 def _take(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -53,11 +53,11 @@ class MLACache(NamedTuple):
 
     Attributes:
         latent: ``[B, S, R]`` normalised latents of the tokens seen so far, zeros beyond them.
-        index: the indexer's part, or None for a layer without an indexer.
+        index: the indexer's part.
     """
 
     latent: torch.Tensor
-    index: IndexCache | None  # type: ignore[assignment]
+    index: IndexCache  # type: ignore[assignment]
 
 
 LayerCache: TypeAlias = "KDACache | MLACache"
@@ -164,8 +164,7 @@ def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def _leaves(layer: LayerCache) -> dict[str, torch.Tensor]:
     if isinstance(layer, KDACache):
         return {"conv": layer.conv, "state": layer.state}
-    index = {} if layer.index is None else {"index.pooled": layer.index.pooled, "index.tail": layer.index.tail}
-    return {"latent": layer.latent, **index}
+    return {"latent": layer.latent, "index.pooled": layer.index.pooled, "index.tail": layer.index.tail}
 
 
 def check_cache(
@@ -260,7 +259,8 @@ def describe(cache: ModelCache) -> str:
     """
     rows = cache.length.shape[0]
     size = _size(cache_nbytes(cache))
-    lines = [f"ModelCache: {rows} row{'s' * (rows != 1)}, capacity {capacity(cache)} tokens, {size}"]
+    limit = "no limit of tokens" if capacity(cache) is None else f"capacity {capacity(cache)} tokens"
+    lines = [f"ModelCache: {rows} row{'s' * (rows != 1)}, {limit}, {size}"]
     known = "" if cache.length.device.type == "meta" else f" = {cache.length.tolist()}"
     lines.append(_leaf("length", cache.length) + known)
     for number, layer in enumerate(cache.layers):

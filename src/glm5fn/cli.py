@@ -43,6 +43,7 @@ def generate(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as stored")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", help="backend of every operation (default: auto)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1 if the model is small)")
     parser.add_argument("--prefill-chunk", type=int, default=4096, metavar="N", help="prompt tokens fed at a time")
 
     def run(args: argparse.Namespace) -> int:

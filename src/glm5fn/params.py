@@ -91,7 +91,7 @@ class MLA(NamedTuple):
     w_uk: Leaf  # [H, Dk, R]
     w_uv: Leaf  # [H, Dv, R]
     o_proj: Leaf  # [D, H·Dv]
-    indexer: Indexer | None
+    indexer: Indexer
 
 
 class MLP(NamedTuple):

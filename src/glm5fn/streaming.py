@@ -20,6 +20,9 @@ from glm5fn.tokenizer import load_tokenizer, stream_text
 
 __all__ = ["stream"]
 
+SMALL = 50_000_000
+"""Parameters below which a step is so short that waking a second thread costs more than it brings."""
+
 
 def stream(
     path: str | None,
@@ -32,6 +35,7 @@ def stream(
     dtype: str | None,
     device: str,
     backend: str | None,
+    threads: int | None,
     prefill_chunk: int,
 ) -> int:
     """Print ``prompt`` and its continuation to standard output as it comes, everything else to standard error."""
@@ -43,6 +47,12 @@ def stream(
     began = time.perf_counter()
     cfg, params = load_checkpoint(folder, device=device, dtype=getattr(torch, dtype) if dtype else None)
     _note(f"{folder}: {count(params):,} parameters in {time.perf_counter() - began:.2f} s")
+    if threads is None and count(params) < SMALL:
+        threads = 1
+    if threads is not None:
+        if threads < 1:
+            raise ContractError(f"generate: threads must be at least 1, got {threads}.")
+        torch.set_num_threads(threads)
     _note(f"prompt of {len(ids)} tokens, up to {max_new_tokens} more\n")
 
     with use_backend(backend) if backend else nullcontext(), record_choices() as choices:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from glm5fn import Config, decode_step, forward, init_cache, prefill, use_backend
-from glm5fn.testing.compare import assert_bitwise
+from glm5fn import Config, decode_step, forward, init_cache, prefill, select, use_backend
 from glm5fn.testing.inputs import model as inputs
 from glm5fn.testing.trace import no_host_reads
 
@@ -53,18 +52,20 @@ def test_one_graph_for_every_step(backend, compiled, donate):
     assert cache.length.tolist() == other.length.tolist() == [19, 16]
 
 
-def test_a_compiled_step_beyond_the_capacity_stays_inside(backend, compiled):
-    """A captured graph cannot raise; the last entry of the row takes the token, and nothing else is touched."""
+@pytest.mark.parametrize("capacity", [8, 10], ids=["dense", "sparse"])
+def test_a_compiled_step_beyond_the_capacity_harms_no_other_row(backend, compiled, capacity):
+    """A captured graph cannot raise: the last entry of the full row takes the token, and the other row goes on."""
     step, _ = compiled
-    cache = begun(capacity=8)
+    cache = begun(capacity)  # rows of 7 and 4 tokens
+    alone = select(cache, [1])
     with use_backend(backend):
-        for _ in range(3):
-            logits, cache = step(PARAMS, CFG, torch.tensor([1, 2]), cache)
-            before, cache = cache, cache
-    assert cache.length.tolist() == [10, 7]
-    assert logits[1].isfinite().all()
-    _, alone = prefill(PARAMS, CFG, torch.tensor([[2]]), pytree.tree_map(lambda x: x[1:], begun(capacity=8)))
-    assert_bitwise(alone.layers[1].latent[0, :4], before.layers[1].latent[1, :4])
+        for t in range(capacity - 5):
+            logits, cache = step(PARAMS, CFG, torch.tensor([t, t]), cache)
+            expected, alone = decode_step(PARAMS, CFG, torch.tensor([t]), alone)
+            torch.testing.assert_close(logits[1:], expected, rtol=1e-5, atol=1e-5)
+    assert cache.length.tolist() == [capacity + 2, capacity - 1]
+    for mine, other in zip(pytree.tree_leaves(select(cache, [1])), pytree.tree_leaves(alone), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
 RELEASED = Config(num_hidden_layers=4, index_kpool=4, num_nextn_predict_layers=1)
