@@ -57,10 +57,7 @@ def sample(
         >>> sample(torch.tensor([[0.0, 2.0, 1.0]]))
         tensor([1])
     """
-    if not temperature >= 0 or temperature == float("inf"):
-        raise ContractError(f"sample: temperature must be a number from 0 up, got {temperature}.")
-    if not 0 < top_p <= 1:
-        raise ContractError(f"sample: top_p must be in (0, 1], got {top_p}.")
+    _check_sampling("sample", temperature, top_p)
     if temperature == 0:
         return logits.argmax(-1)
     # Relative to the largest one no logit can overflow; a temperature below float32's range acts as its smallest.
@@ -125,7 +122,7 @@ def generate(
         raise ContractError(f"generate: max_new_tokens must be at least 0, got {max_new_tokens}.")
     if prefill_chunk is not None and prefill_chunk < 1:
         raise ContractError(f"generate: prefill_chunk must be at least 1 or None, got {prefill_chunk}.")
-    sample(torch.zeros(1, 1), temperature=temperature, top_p=top_p)
+    _check_sampling("generate", temperature, top_p)
     own = cache is None
     needed = [length + max(max_new_tokens - 1, 0) for length in lengths]
     if cache is not None:
@@ -179,6 +176,13 @@ def _feed(
         result = logits if result is None else torch.where(ended[:, None], logits, result)
     assert result is not None
     return result, cache
+
+
+def _check_sampling(op: str, temperature: float, top_p: float) -> None:
+    if not temperature >= 0 or temperature == float("inf"):
+        raise ContractError(f"{op}: temperature must be a number from 0 up, got {temperature}.")
+    if not 0 < top_p <= 1:
+        raise ContractError(f"{op}: top_p must be in (0, 1], got {top_p}.")
 
 
 def _check_room(cache: ModelCache, needed: list[int]) -> None:

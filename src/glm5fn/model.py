@@ -102,8 +102,9 @@ def prefill(
     if lengths is None:
         return F.linear(hidden[:, -1], params.lm_head), new_cache
     count = torch.as_tensor(lengths, device=hidden.device).long()
+    # A row without tokens is all padding, whose hidden states are zeros.
     last = hidden[torch.arange(B, device=hidden.device), (count - 1).clamp(min=0)]
-    return F.linear(last, params.lm_head).masked_fill(count[:, None] == 0, 0), new_cache
+    return F.linear(last, params.lm_head), new_cache
 
 
 def decode_step(

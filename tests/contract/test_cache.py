@@ -34,7 +34,7 @@ def numbered(batch=3, **options):
     return pytree.tree_map(fill, init_cache(CFG, batch, 10, **options))
 
 
-# ------------------------------------------------------------------------------------------------------------ init_cache
+# ----------------------------------------------------------------------------------------------------------- init_cache
 
 
 @pytest.mark.parametrize("num_spec", [0, 1, 3])
@@ -94,7 +94,10 @@ def test_capacity():
         ({"batch": -1}, "init_cache: batch must be at least 0, got -1."),
         ({"capacity": -2}, "init_cache: capacity must be at least 0, got -2."),
         ({"num_spec": -3}, "init_cache: num_spec must be at least 0, got -3."),
-        ({"capacity": 4097}, "init_cache: capacity must be at most the model's max_position_embeddings 4096, got 4097."),
+        (
+            {"capacity": 4097},
+            "init_cache: capacity must be at most the model's max_position_embeddings 4096, got 4097.",
+        ),
     ],
 )
 def test_bad_sizes(options, message):
@@ -103,7 +106,7 @@ def test_bad_sizes(options, message):
     assert str(error.value) == message
 
 
-# ------------------------------------------------------------------------------------------------------- fork and select
+# ------------------------------------------------------------------------------------------------------ fork and select
 
 
 def test_fork_is_equal_and_shares_nothing():
@@ -147,7 +150,7 @@ def test_select_of_what_is_not_there(rows, message):
     assert str(error.value) == message
 
 
-# -------------------------------------------------------------------------------------------------------------- describe
+# ------------------------------------------------------------------------------------------------------------- describe
 
 
 def test_describe():

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from glm5fn import ContractError, debug_donation, decode_step, fork, forward, init_cache, prefill, use_backend
 from glm5fn.model import hidden_states
-from glm5fn.params import cast
+from glm5fn.params import named_leaves
 from glm5fn.testing.compare import assert_bitwise
 from glm5fn.testing.inputs import model as inputs
 from glm5fn.testing.poison import unchanged
@@ -34,7 +34,7 @@ def tokens(*shape, value=1):
     return torch.full(shape, value)
 
 
-# --------------------------------------------------------------------------------------------------------------- results
+# -------------------------------------------------------------------------------------------------------------- results
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -87,13 +87,11 @@ def test_gradients_reach_every_parameter(backend):
     with use_backend(backend):
         logits, _ = forward(params, CFG, torch.cat(inputs.prompts(CFG, 21, 21)), lengths=[21, 13])
     logits.square().sum().backward()
-    from glm5fn.params import named_leaves
-
     still = {path for path, leaf in named_leaves(params) if leaf.grad is None or not leaf.grad.any()}
     assert still == {path for path, _ in named_leaves(params) if ".indexer." in path or path.endswith("ffn.bias")}
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 def check(message, call, cache):
@@ -295,7 +293,7 @@ def test_bad_lengths(cache, name, lengths, shown):
     check(message, lambda: CALLS[name](tokens(2, 3), cache, lengths=lengths), cache)
 
 
-# -------------------------------------------------------------------------------------------------------------- donation
+# ------------------------------------------------------------------------------------------------------------- donation
 
 
 @pytest.mark.parametrize("kinds", ["K", "M", "MK"])
@@ -305,16 +303,15 @@ def test_debug_mode_finds_a_donated_cache(backend, kinds):
     with use_backend(backend), debug_donation():
         _, after = prefill(params, cfg, tokens(2, 3), cache, lengths=[3, 2], donate=True)
         expected, _ = decode_step(params, cfg, tokens(2), after)
-        with pytest.raises(ContractError, match="was donated to .* before, so it may not be used again"):
+        with pytest.raises(ContractError, match=r"was donated to .* before, so it may not be used again"):
             decode_step(params, cfg, tokens(2), cache)
         logits, _ = decode_step(params, cfg, tokens(2), after, donate=True)
     assert_bitwise(logits, expected)
 
 
 def test_donating_what_gradients_need(cache):
-    params = cast(PARAMS, torch.float32)
-    params = params._replace(embed=params.embed.clone().requires_grad_())
-    with pytest.raises(ContractError, match="donate=True overwrites .*, which gradients need"):
+    params = PARAMS._replace(embed=PARAMS.embed.clone().requires_grad_())
+    with pytest.raises(ContractError, match=r"donate=True overwrites .*, which gradients need"):
         prefill(params, CFG, tokens(2, 3), cache, donate=True)
     with torch.no_grad():
         prefill(params, CFG, tokens(2, 3), cache, donate=True)

@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory):
-    """``pair(attention, ffn, dtype=..., seed=..., **text)`` with a letter per layer: K or M, and d(ense) or s(parse)."""
+    """``pair(attention, ffn, dtype=..., seed=..., **text)`` with a letter per layer: K or M; d(ense) or s(parse)."""
     transformers = pytest.importorskip("transformers")
     made: dict[tuple, Pair] = {}
 

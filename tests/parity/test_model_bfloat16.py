@@ -1,8 +1,8 @@
 """bfloat16: no further from a float32 run of the same weights than twice what transformers loses, plus one rounding.
 
-Rounding to bfloat16 flips choices, and a flipped choice has nothing to do with accuracy. So whole models are compared with
-nothing to choose (every expert is chosen, the context is shorter than index_topk), and single blocks with choices are
-compared on the tokens whose choice is clear by more than bfloat16 loses.
+Rounding to bfloat16 flips choices, and a flipped choice has nothing to do with accuracy. So whole models are compared
+with nothing to choose (every expert is chosen, the context is shorter than index_topk), and single blocks with choices
+are compared on the tokens whose choice is clear by more than bfloat16 loses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import pytest
 import torch
 
-from glm5fn import decode_step, forward, init_cache, prefill, use_backend
+from glm5fn import blocks, decode_step, forward, init_cache, prefill, use_backend
 from glm5fn.blocks import Rows, feed_forward, kda_block, mla_block
 from glm5fn.testing.compare import assert_within_budget
 from glm5fn.testing.margin import expert_margins, pool_margins
@@ -31,7 +31,6 @@ def exact(pair):
     return pair._replace(theirs=copy.deepcopy(pair.theirs).float())
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("attention", "ffn", "text"),
     [
@@ -42,13 +41,17 @@ def exact(pair):
         ("KKKMKKKMK", "dddssssss", {}),
     ],
 )
-def test_whole_prompt(pair, backend, attention, ffn, text, seed):
-    one = pair(attention, ffn, dtype=BF16, seed=seed, **NO_CHOICE, **text)
-    tokens = prompt(seed)
-    with use_backend(backend):
-        ours, _ = forward(one.params, one.cfg, tokens)
-    assert ours.dtype == BF16
-    assert_within_budget(ours, exact(one).logits(tokens), one.logits(tokens), what="logits")
+def test_whole_prompt(pair, backend, attention, ffn, text):
+    """Over three models together: the largest error of one, of theirs or ours, is partly chance."""
+    ours, theirs, low = [], [], []
+    for seed in range(3):
+        one = pair(attention, ffn, dtype=BF16, seed=seed, **NO_CHOICE, **text)
+        tokens = prompt(seed)
+        with use_backend(backend):
+            ours.append(forward(one.params, one.cfg, tokens)[0])
+        theirs.append(exact(one).logits(tokens))
+        low.append(one.logits(tokens))
+    assert_within_budget(torch.stack(ours), torch.stack(theirs), torch.stack(low), what="logits")
 
 
 def test_prefill_and_steps(pair, backend):
@@ -84,8 +87,6 @@ def test_kda_layer(one, hidden, backend):
 
 @torch.no_grad()
 def test_mla_layer_where_the_selection_is_clear(one, hidden, backend, monkeypatch):
-    from glm5fn import blocks
-
     margins = []
 
     def select(q, weights, pooled, positions, *, topk, kpool, tail):

@@ -1,4 +1,4 @@
-"""After the same prompt both caches hold the same: states, conv inputs, latents, index keys, and pools built from them."""
+"""After the same prompt both caches hold the same: states, conv inputs, latents, index keys and pools."""
 
 from __future__ import annotations
 

@@ -17,7 +17,11 @@ def test_left_padded_there_is_right_padded_here(pair, close, backend, stack):
     T = max(LENGTHS)
     generator = torch.Generator().manual_seed(15)
     rows = [torch.randint(61, (n,), generator=generator) for n in LENGTHS]
-    left, mask, right = torch.zeros(4, T, dtype=torch.int64), torch.zeros(4, T, dtype=torch.int64), torch.full((4, T), -1)
+    left, mask, right = (
+        torch.zeros(4, T, dtype=torch.int64),
+        torch.zeros(4, T, dtype=torch.int64),
+        torch.full((4, T), -1),
+    )
     for b, row in enumerate(rows):
         left[b, T - len(row) :], mask[b, T - len(row) :], right[b, : len(row)] = row, 1, row
     theirs = one.logits(left, attention_mask=mask)

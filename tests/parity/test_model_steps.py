@@ -1,4 +1,4 @@
-"""Prompts in pieces and tokens one by one give what transformers computes for the whole text at once, without a cache."""
+"""Prompts in pieces and tokens one by one give what transformers computes for the whole text, without a cache."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glm5fn import forward, use_backend
+from glm5fn import blocks, forward, use_backend
 from glm5fn.testing.margin import watch_choices
 
 STACKS = ["K:d", "KK:ds", "M:d", "MM:sd", "KM:sd", "MK:ds", "KKKMKKKMK:dddssssss"]
@@ -58,8 +58,6 @@ def test_the_same_tokens_are_selected(pair, backend, kpool):
     one.logits(prompt)
     hook.remove()
     with use_backend(backend), pytest.MonkeyPatch.context() as patch:
-        from glm5fn import blocks
-
         select = blocks.kpool_select
         patch.setattr(blocks, "kpool_select", lambda *a, **k: ours.append(select(*a, **k)) or ours[-1])
         forward(one.params, one.cfg, prompt)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glm5fn import init_cache, mhc_post, mhc_pre, mhc_pre_norm, rms_norm, use_backend
-from glm5fn.blocks import Rows, decoder_layer, feed_forward, kda_block, mla_block
+from glm5fn.blocks import Rows, decoder_layer, feed_forward, index_inputs, kda_block, mla_block
 from glm5fn.testing.margin import watch_choices
 
 B, T = 2, 75
@@ -51,6 +51,19 @@ def test_mla_layer_with_its_indexer(one, hidden, close, backend):
     margin.assert_no_near_tie()
     assert margin.left_out > 0
     close(out, one.layer(1).self_attn(hidden, torch.ones(B, T, dtype=torch.bool))[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_indexer_keys_and_queries(one, hidden, close, size):
+    """Small inputs show the epsilon of the key norm."""
+    p, theirs = one.params.layers[1].attn.indexer, one.layer(1).self_attn.indexer
+    q_latent = torch.randn(B, T, one.cfg.q_lora_rank, generator=torch.Generator().manual_seed(13))
+    found = index_inputs(p, one.cfg, size * hidden, q_latent)
+    close(found.key, theirs.k_norm(theirs.wk(size * hidden)))
+    close(found.query.flatten(-2), theirs.wq_b(q_latent))
+    close(found.weights, theirs.weights_proj(size * hidden))
+    close(found.gate, size * hidden @ theirs.index_kpool_compress_gate.T)
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from glm5fn import decode_step, fork, forward, init_cache, prefill, record_choices, select, use_backend
-from glm5fn.params import cast
+from glm5fn import decode_step, fork, forward, init_cache, prefill, record_choices, rms_norm, select, use_backend
+from glm5fn.blocks import Rows, feed_forward, kda_block, mla_block
+from glm5fn.params import cast, map_named_leaves
 from glm5fn.testing.compare import assert_bitwise, assert_within_budget
 from glm5fn.testing.inputs import model as inputs
 from glm5fn.testing.margin import watch_choices
@@ -200,7 +201,7 @@ def test_int32_tokens():
 
 
 def test_sparse_attention_is_dense_while_everything_is_selected():
-    """Decoding with room for more than index_topk tokens goes through the indexer; up to index_topk it leaves none out."""
+    """Decoding with room for more than index_topk tokens selects; up to index_topk tokens it leaves none out."""
     sparse, dense = inputs.config("M", index_topk=12), inputs.config("M", index_topk=40)
     params, tokens = PARAMS[VARIANTS["MLA only"]], text(CFG, 12, batch=2)
     with record_choices() as ran:
@@ -275,7 +276,7 @@ def test_a_fork_goes_its_own_way():
     tokens = text(CFG, batch=2)
     _, trunk = prefill(PARAMS[CFG], CFG, tokens[:, :13], empty(CFG, 2))
     branch = fork(trunk)
-    for t in range(13, T):
+    for _ in range(13, T):
         _, branch = decode_step(PARAMS[CFG], CFG, tokens[:, 0], branch, donate=True)
     logits, _ = prefill(PARAMS[CFG], CFG, tokens[:, 13:], trunk)
     same(logits, forward(PARAMS[CFG], CFG, tokens)[0][:, -1])
@@ -312,11 +313,18 @@ def clear_what_counts(cache):
     return cache
 
 
+def test_the_streams_end_in_their_mean():
+    """Blocks that add nothing leave every stream as it began; small ones, so that the epsilon of the norm shows."""
+    silent = lambda path, x: torch.zeros_like(x) if path.endswith(("o_proj", "down")) else x  # noqa: E731
+    params = map_named_leaves(silent, PARAMS[CFG])
+    params = params._replace(embed=1e-3 * params.embed)
+    tokens = text(CFG)
+    expected = rms_norm(params.embed[tokens], params.norm, eps=CFG.rms_norm_eps) @ params.lm_head.T
+    same(forward(params, CFG, tokens)[0], expected, tolerance=1e-4)  # the columns of comb sum to 1 up to hc_eps
+
+
 def test_plain_residuals_are_what_they_say():
     """Without hyper-connections a layer is x + f(norm(x)), twice, and nothing else."""
-    from glm5fn import rms_norm
-    from glm5fn.blocks import Rows, feed_forward, kda_block, mla_block
-
     cfg, params = VARIANTS["plain residuals"], PARAMS[VARIANTS["plain residuals"]]
     tokens = text(cfg, batch=2)
     cache = empty(cfg, 2)

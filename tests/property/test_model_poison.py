@@ -1,4 +1,4 @@
-"""What a cache holds beyond its tokens, and what stands in padding, never reaches a result: not NaN, not another text."""
+"""What a cache holds beyond its tokens, and what stands in padding, never reaches a result."""
 
 from __future__ import annotations
 

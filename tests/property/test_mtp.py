@@ -1,4 +1,4 @@
-"""The multi-token-prediction layer against its definition, composed literally in float64 from the definitions of its parts."""
+"""The multi-token-prediction layer against its definition, composed in float64 from the definitions of its parts."""
 
 from __future__ import annotations
 

@@ -89,7 +89,9 @@ def watch_choices() -> Iterator[Margin]:
     margin = Margin()
     select, route = blocks.kpool_select, blocks.moe_route
 
-    def kpool_select(q: torch.Tensor, weights: torch.Tensor, pooled: torch.Tensor, positions: torch.Tensor, **options: Any):
+    def kpool_select(
+        q: torch.Tensor, weights: torch.Tensor, pooled: torch.Tensor, positions: torch.Tensor, **options: Any
+    ):
         chosen = select(q, weights, pooled, positions, **options)
         gaps = pool_margins(q, weights, pooled, positions, topk=options["topk"], kpool=options["kpool"])
         margin.pools = min(margin.pools, float(gaps.min()))
