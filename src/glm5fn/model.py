@@ -133,9 +133,8 @@ def decode_step(
     check_shape(op, "tokens", tokens, "B", {})
     _check(params, cfg, tokens, cache, op)
     _check_vocabulary(params, tokens, op)
-    _check_capacity(cache, [1] * tokens.shape[0], op)
-    rows = Rows(cache.length)
-    hidden, layers = _run(params, cfg, tokens[:, None], cache, rows, donate)
+    longest = _check_capacity(cache, [1] * tokens.shape[0], op)
+    hidden, layers = _run(params, cfg, tokens[:, None], cache, Rows(cache.length, longest=longest), donate)
     return F.linear(hidden[:, 0], params.lm_head), ModelCache(layers, cache.length + 1)
 
 

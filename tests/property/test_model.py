@@ -200,18 +200,25 @@ def test_int32_tokens():
 # ------------------------------------------------------------------------------------------- dense and sparse attention
 
 
-def test_sparse_attention_is_dense_while_everything_is_selected():
-    """Decoding with room for more than index_topk tokens selects; up to index_topk tokens it leaves none out."""
+def test_sparse_attention_is_dense_while_everything_is_selected(monkeypatch):
+    """Where the host must not read lengths, a cache with room for more than index_topk tokens always selects; up to
+    index_topk tokens that leaves none out, which is what the dense path that the host may choose computes."""
+    monkeypatch.setattr("glm5fn.model._check_capacity", lambda *args: None)
     sparse, dense = inputs.config("M", index_topk=12), inputs.config("M", index_topk=40)
     params, tokens = PARAMS[VARIANTS["MLA only"]], text(CFG, 12, batch=2)
     with record_choices() as ran:
         logits, cache = feed(params, sparse, tokens, empty(sparse, 2, 40), [1] * 12)
     assert {"mla_sparse", "kpool_select"} <= {choice.op for choice in ran}
+    monkeypatch.undo()
+    with record_choices() as ran:
+        again, _ = feed(params, sparse, tokens, empty(sparse, 2, 40), [1] * 12)
+    assert not {"mla_sparse", "kpool_select"} & {choice.op for choice in ran}
     with record_choices() as ran:
         expected, other = feed(params, dense, tokens, empty(dense, 2, 40), [1] * 12)
     assert "mla_decode" in {choice.op for choice in ran}
     assert not {"mla_sparse", "kpool_select"} & {choice.op for choice in ran}
     same((logits, cache), (expected, other))
+    same(again, expected)
 
 
 def test_sparse_attention_leaves_tokens_out_beyond():
