@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch.utils import _pytree as pytree
 
 from glm5fn.cache import IndexCache, KDACache, LayerCache, MLACache
@@ -80,12 +81,12 @@ def kda_block(
 
     Source: Kimi Linear (arXiv:2510.26692), section 3; the bounded gate is GLM-5.3-Flash's.
     """
-    H, K = cfg.linear_num_heads, cfg.linear_head_dim
+    H = cfg.linear_num_heads
     speculative = cache.state.dim() == 5
     conv = causal_conv1d(F.linear(x, p.qkv_proj), p.conv, None, cache.conv, cu_seqlens=rows.cu_seqlens, donate=donate)
-    q, k, v = conv.out.unflatten(-1, (3 * H, K)).split(H, dim=-2)
+    q, k, v = rearrange(conv.out, "b t (n h k) -> n b t h k", n=3, h=H)
     q, k = l2_norm(q), l2_norm(k)
-    f = F.linear(F.linear(x, p.f_a), p.f_b).unflatten(-1, (H, K))
+    f = rearrange(F.linear(F.linear(x, p.f_a), p.f_b), "b t (h k) -> b t h k", h=H)
     g = kda_gate(f, p.A_log, p.dt_bias, lower_bound=cfg.linear_lower_bound)
     beta = F.linear(x, p.b_proj).to(compute_dtype(x.dtype)).sigmoid()
 
@@ -97,9 +98,9 @@ def kda_block(
         states[:, 0] = new_state
         new_state = states
 
-    z = F.linear(F.linear(x, p.g_a), p.g_b).unflatten(-1, (H, K))
+    z = rearrange(F.linear(F.linear(x, p.g_a), p.g_b), "b t (h v) -> b t h v", h=H)
     y = gated_rms_norm(out, z, p.o_norm, eps=cfg.rms_norm_eps)
-    return F.linear(y.flatten(-2), p.o_proj), KDACache(conv.state, new_state)
+    return F.linear(rearrange(y, "b t h v -> b t (h v)"), p.o_proj), KDACache(conv.state, new_state)
 
 
 class IndexInputs(NamedTuple):
@@ -118,7 +119,7 @@ def index_inputs(p: Indexer, cfg: Config, x: torch.Tensor, q_latent: torch.Tenso
         F.linear(x, p.wk).to(dtype), (cfg.index_head_dim,), p.k_norm_weight.to(dtype), p.k_norm_bias.to(dtype), eps=1e-6
     )
     return IndexInputs(
-        query=F.linear(q_latent, p.wq_b).unflatten(-1, (cfg.index_n_heads, cfg.index_head_dim)),
+        query=rearrange(F.linear(q_latent, p.wq_b), "b t (j i) -> b t j i", j=cfg.index_n_heads),
         key=key.to(x.dtype),
         gate=F.linear(x, p.compress_gate),
         weights=F.linear(x.to(dtype), p.weights_proj.to(dtype)),
@@ -146,7 +147,7 @@ def mla_block(
     check_state("mla_block", "cache.latent", old, donate, x)
     q_latent = rms_norm(F.linear(x, p.q_a), p.q_a_norm, eps=cfg.rms_norm_eps)
     tokens = _MLAInputs(
-        q=F.linear(q_latent, p.q_b).unflatten(-1, (cfg.num_attention_heads, cfg.qk_nope_head_dim)),
+        q=rearrange(F.linear(q_latent, p.q_b), "b t (h k) -> b t h k", h=cfg.num_attention_heads),
         latent=rms_norm(F.linear(x, p.kv_a), p.kv_a_norm, eps=cfg.rms_norm_eps),
         index=index_inputs(p.indexer, cfg, x, q_latent),
     )
@@ -165,7 +166,7 @@ def mla_block(
         if not donate:
             cache = pytree.tree_map(lambda *parts: torch.cat(parts), *caches)
     cache = cache._replace(latent=settle("mla_block", old, cache.latent, donate))
-    return F.linear(out.flatten(-2), p.o_proj), cache
+    return F.linear(rearrange(out, "b t h v -> b t (h v)"), p.o_proj), cache
 
 
 def _attend(
