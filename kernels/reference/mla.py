@@ -135,7 +135,7 @@ def mla_sparse(
         index = indices[:, begin : begin + step]
         used = index >= 0
         # An unused index reads a row that its query reads anyway, so it brings in nothing new; its weight is zero.
-        index = torch.where(used, index, index.amax(-1, keepdim=True).clamp(min=0))
+        index = torch.where(used, index, index.amax(-1, keepdim=True).clamp(min=0)).clamp(max=latent.shape[1] - 1)
         chosen = latent[row, index.long()].to(dtype)
         score = torch.einsum("bthr,btjr->bthj", _absorb(q[:, begin : begin + step], w_uk, scale, dtype), chosen)
         score = score.masked_fill(~used[:, :, None], -torch.inf)
@@ -163,9 +163,9 @@ def _scale(scale: float | None, Dk: int) -> float:
 
 
 def _positions(lengths: torch.Tensor | None, B: int, T: int, S: int, device: torch.device) -> torch.Tensor:
-    """``[B, T]`` position of every query: the last one sits at length - 1."""
+    """``[B, T]`` position of every query: the last one sits at length - 1. Lengths that nobody checked are clamped."""
     step = torch.arange(T, device=device) - T
-    return (step + S).expand(B, T) if lengths is None else lengths[:, None] + step
+    return (step + S).expand(B, T) if lengths is None else lengths.clamp(max=S)[:, None] + step
 
 
 def _only(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ def moe_experts(
     *,
     limit: float | None,
 ) -> torch.Tensor:
-    tokens, pairs = x.reshape(-1, x.shape[-1]), ids.reshape(-1).long()
+    tokens, pairs = x.reshape(-1, x.shape[-1]), ids.reshape(-1).long().clamp(0, w_gate_up.shape[0] - 1)
     if pairs.numel() == 0:
         return torch.zeros_like(x)
     if pairs.numel() * _bytes_per_expert(w_gate_up, w_down) <= _FEW_BYTES:

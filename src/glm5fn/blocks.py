@@ -7,6 +7,7 @@ the sequences one after another. :class:`Rows` says which.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from glm5fn.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from glm5fn.params import KDA, MLA, MLP, MTP, HyperConnection, Indexer, Layer, MoE
 
 __all__ = [
-    "IndexInputs", "Rows", "decoder_layer", "index_inputs",
+    "IndexInputs", "Rows", "autocast_off", "decoder_layer", "index_inputs",
     "kda_block", "mla_block", "mlp_block", "moe_block", "mtp_block", "positions",
 ]  # fmt: skip
 
@@ -49,6 +50,17 @@ class Rows(NamedTuple):
     counts: tuple[int, ...] | None = None
     cu_seqlens: torch.Tensor | None = None
     longest: int | None = None
+
+
+def autocast_off(x: torch.Tensor) -> AbstractContextManager:
+    """A context in which autocast does not change the dtypes of operations on the device of ``x``.
+
+    Every result has the dtype that the types of parameters and caches say; a cache in another one would not fit.
+    """
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def positions(rows: Rows, tokens: int) -> torch.Tensor:
@@ -344,9 +356,10 @@ def mtp_block(
     eps = cfg.rms_norm_eps
     if zero_first:
         embedding = embedding.masked_fill((positions(rows, embedding.shape[1]) == 0)[..., None], 0)
-    z = torch.cat([rms_norm(embedding, p.enorm, eps=eps), rms_norm(hidden, p.hnorm, eps=eps)], dim=-1)
-    x = F.linear(z, p.eh_proj)
-    attn, cache = mla_block(p.attn, cfg, rms_norm(x, p.attn_norm, eps=eps), cache, rows, donate=donate)
-    x = x + attn
-    x = x + feed_forward(p.ffn, cfg, rms_norm(x, p.ffn_norm, eps=eps))
-    return rms_norm(x, p.norm, eps=eps), cache
+    with autocast_off(hidden):
+        z = torch.cat([rms_norm(embedding, p.enorm, eps=eps), rms_norm(hidden, p.hnorm, eps=eps)], dim=-1)
+        x = F.linear(z, p.eh_proj)
+        attn, cache = mla_block(p.attn, cfg, rms_norm(x, p.attn_norm, eps=eps), cache, rows, donate=donate)
+        x = x + attn
+        x = x + feed_forward(p.ffn, cfg, rms_norm(x, p.ffn_norm, eps=eps))
+        return rms_norm(x, p.norm, eps=eps), cache

@@ -6,18 +6,21 @@ so a notebook can keep any earlier cache and branch from it. All classes are Nam
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
 from glm5fn.config import Config
+from glm5fn.dims import FLOATS
 from glm5fn.dispatch import ContractError
 
 __all__ = [
     "IndexCache", "KDACache", "LayerCache", "MLACache", "ModelCache",
-    "cache_nbytes", "capacity", "check_cache", "describe", "fork", "init_cache", "ring_size", "select",
+    "cache_nbytes", "capacity", "check_cache", "check_device", "check_tree", "describe", "fork", "init_cache",
+    "limit_of", "ring_size", "select", "whole_number",
 ]  # fmt: skip
 
 
@@ -110,7 +113,9 @@ def init_cache(
         A :class:`ModelCache` of zeros with length 0.
 
     Raises:
-        ContractError: if a number is negative or the capacity exceeds ``cfg.max_position_embeddings``.
+        ContractError: if a number is no whole number or negative, if the capacity exceeds
+            ``cfg.max_position_embeddings``, if the dtype is no activation dtype, and if this machine has no such
+            device.
 
     Example:
         >>> import glm5fn
@@ -119,14 +124,19 @@ def init_cache(
         >>> cache.length
         tensor([0], dtype=torch.int32)
     """
-    for name, value, least in (("batch", batch, 0), ("capacity", capacity, 0), ("num_spec", num_spec, 0)):
-        if value < least:
-            raise ContractError(f"init_cache: {name} must be at least {least}, got {value}.")
+    batch = whole_number("init_cache", "batch", batch)
+    capacity = whole_number("init_cache", "capacity", capacity)
+    num_spec = whole_number("init_cache", "num_spec", num_spec)
+    if dtype not in FLOATS:
+        names = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
+        raise ContractError(f"init_cache: dtype must be one of {names}, got {str(dtype).removeprefix('torch.')}.")
     if capacity > cfg.max_position_embeddings:
         raise ContractError(
             "init_cache: capacity must be at most the model's max_position_embeddings "
             f"{cfg.max_position_embeddings}, got {capacity}."
         )
+
+    check_device("init_cache", device)
 
     def layer(kind: str) -> LayerCache:
         leaf = {
@@ -139,6 +149,33 @@ def init_cache(
 
     length = torch.zeros(batch, dtype=torch.int32, device=device)
     return ModelCache(tuple(layer(kind) for kind in cfg.layer_types), length)
+
+
+def check_device(op: str, device: Any) -> None:
+    """Check that tensors can be put on ``device`` on this machine.
+
+    Raises:
+        ContractError: naming the operation, the device and PyTorch's reason.
+    """
+    if torch.compiler.is_compiling():
+        return
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # PyTorch raises another class for every kind of device
+        raise ContractError(f"{op}: device {str(device)!r} cannot be used here. {error}") from error
+
+
+def whole_number(op: str, name: str, value: Any, least: int | None = 0) -> Any:
+    """Return ``value`` as an int if it is one (NumPy's count, booleans do not), at least ``least``.
+
+    Raises:
+        ContractError: naming the operation, the argument, its value and what it must be.
+    """
+    whole = hasattr(value, "__index__") and not isinstance(value, bool | torch.Tensor)
+    if not whole or (least is not None and value < least):
+        wanted = f"at least {least}" if whole else "a whole number"
+        raise ContractError(f"{op}: {name} must be {wanted}, got {value!r}.")
+    return value if isinstance(value, int | torch.SymInt) else operator.index(value)
 
 
 def _shapes(cfg: Config, kind: str, batch: int, capacity: int, num_spec: int) -> dict[str, tuple[int, ...]]:
@@ -167,6 +204,34 @@ def _leaves(layer: LayerCache) -> dict[str, torch.Tensor]:
     return {"latent": layer.latent, "index.pooled": layer.index.pooled, "index.tail": layer.index.tail}
 
 
+def check_tree(op: str, cache: Any) -> None:
+    """Check that ``cache`` is built as :func:`init_cache` builds it: these types, and tensors as leaves.
+
+    Raises:
+        ContractError: naming the operation, the part that is something else, and what it must be.
+    """
+    _check_type(op, "", cache, ModelCache)
+    _check_type(op, ".length", cache.length, torch.Tensor)
+    _check_type(op, ".layers", cache.layers, tuple)
+    for number, layer in enumerate(cache.layers):
+        where = f".layers[{number}]"
+        _check_type(op, where, layer, (KDACache, MLACache))
+        if isinstance(layer, MLACache):
+            _check_type(op, where + ".index", layer.index, IndexCache)
+        for name, x in _leaves(layer).items():
+            if not isinstance(x, torch.Tensor):
+                _check_type(op, f"{where}.{name}", x, torch.Tensor)
+
+
+def _check_type(op: str, where: str, found: Any, wanted: type | tuple[type, ...]) -> None:
+    if not isinstance(found, wanted):
+        names = " or ".join(kind.__name__ for kind in (wanted if isinstance(wanted, tuple) else (wanted,)))
+        raise ContractError(
+            f"{op}: cache{where} must be a {names}, got {type(found).__name__}. Use what init_cache or an earlier call "
+            "returned."
+        )
+
+
 def check_cache(
     op: str, cfg: Config, cache: ModelCache, *, batch: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -175,6 +240,7 @@ def check_cache(
     Raises:
         ContractError: naming the operation, the tensor, what it is and what it must be.
     """
+    check_tree(op, cache)
     if len(cache.layers) != cfg.num_hidden_layers:
         raise ContractError(f"{op}: cfg has {cfg.num_hidden_layers} layers, but cache has {len(cache.layers)}.")
     if tuple(cache.length.shape) != (batch,):
@@ -182,7 +248,7 @@ def check_cache(
             f"{op}: tokens has {batch} rows, but cache has {', '.join(map(str, cache.length.shape))}. "
             f"Use init_cache(cfg, batch={batch}, ...)."
         )
-    room, num_spec = capacity(cache) or 0, _num_spec(cfg, cache)
+    room, num_spec = limit_of(cache) or 0, _num_spec(cfg, cache)
     _check_leaf(op, "length", cache.length, ((batch,), torch.int32, device))
     for number, (kind, layer) in enumerate(zip(cfg.layer_types, cache.layers, strict=True)):
         wanted = _shapes(cfg, kind, batch, room, num_spec)
@@ -215,12 +281,27 @@ def _check_leaf(op: str, name: str, x: torch.Tensor, wanted: tuple[tuple[int, ..
 
 
 def capacity(cache: ModelCache) -> int | None:
-    """Tokens per row that ``cache`` can hold, or None if no layer limits it (a model of KDA layers only)."""
+    """Tokens per row that ``cache`` can hold, or None if no layer limits it (a model of KDA layers only).
+
+    Raises:
+        ContractError: if ``cache`` is no model's cache.
+    """
+    check_tree("capacity", cache)
+    return limit_of(cache)
+
+
+def limit_of(cache: ModelCache) -> int | None:
+    """:func:`capacity` of what is known to be a cache."""
     return next((layer.latent.shape[1] for layer in cache.layers if isinstance(layer, MLACache)), None)
 
 
 def fork(cache: ModelCache) -> ModelCache:
-    """A copy of ``cache`` that shares no memory with it, to keep a branch safe from later ``donate=True`` calls."""
+    """A copy of ``cache`` that shares no memory with it, to keep a branch safe from later ``donate=True`` calls.
+
+    Raises:
+        ContractError: if ``cache`` is no model's cache.
+    """
+    check_tree("fork", cache)
     return pytree.tree_map(torch.clone, cache)
 
 
@@ -228,9 +309,13 @@ def select(cache: ModelCache, rows: Sequence[int] | torch.Tensor) -> ModelCache:
     """The cache of the given ``rows``, in that order, as a copy. A repeated row is how one prompt becomes a beam.
 
     Raises:
-        ContractError: if a row does not exist.
+        ContractError: if a row does not exist, and if ``cache`` is no model's cache.
     """
-    index = torch.as_tensor(rows, device=cache.length.device)
+    check_tree("select", cache)
+    try:
+        index = torch.as_tensor(rows, device=cache.length.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ContractError(f"select: rows must be a list of row numbers, got {rows!r}.") from error
     batch = cache.length.shape[0]
     if index.dim() != 1 or (index.numel() and index.dtype not in (torch.int64, torch.int32)):
         raise ContractError(
@@ -244,12 +329,20 @@ def select(cache: ModelCache, rows: Sequence[int] | torch.Tensor) -> ModelCache:
 
 
 def cache_nbytes(cache: ModelCache) -> int:
-    """Bytes of all tensors in ``cache``."""
+    """Bytes of all tensors in ``cache``.
+
+    Raises:
+        ContractError: if ``cache`` is no model's cache.
+    """
+    check_tree("cache_nbytes", cache)
     return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(cache))
 
 
 def describe(cache: ModelCache) -> str:
     """``cache`` as a readable tree with shapes, dtypes and bytes.
+
+    Raises:
+        ContractError: if ``cache`` is no model's cache.
 
     Example:
         >>> import glm5fn
@@ -257,10 +350,12 @@ def describe(cache: ModelCache) -> str:
         >>> print(describe(init_cache(cfg, 1, 64)).splitlines()[0].startswith("ModelCache: 1 row, "))
         True
     """
+    check_tree("describe", cache)
     rows = cache.length.shape[0]
+    limit = limit_of(cache)
     size = _size(cache_nbytes(cache))
-    limit = "no limit of tokens" if capacity(cache) is None else f"capacity {capacity(cache)} tokens"
-    lines = [f"ModelCache: {rows} row{'s' * (rows != 1)}, {limit}, {size}"]
+    room = "no limit of tokens" if limit is None else f"capacity {limit} tokens"
+    lines = [f"ModelCache: {rows} row{'s' * (rows != 1)}, {room}, {size}"]
     known = "" if cache.length.device.type == "meta" else f" = {cache.length.tolist()}"
     lines.append(_leaf("length", cache.length) + known)
     for number, layer in enumerate(cache.layers):

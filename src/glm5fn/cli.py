@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from glm5fn import __version__
+
 __all__ = ["main"]
 
 Run = Callable[[argparse.Namespace], int]
@@ -60,7 +62,13 @@ COMMANDS = (info, generate)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return its exit code: 0, or 2 for bad input."""
+    if sys.stderr is None:  # closed by the caller; what is said there goes nowhere, as intended
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
+    if sys.stdout is None:
+        print("glm5fn: standard output is closed, so there is nowhere to write to.", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog="glm5fn", description="GLM-5.3-Flash as pure functions on PyTorch tensors.")
+    parser.add_argument("--version", action="version", version=f"glm5fn {__version__}")
     subparsers = parser.add_subparsers(metavar="command", title="commands")
     for command in COMMANDS:
         purpose = (command.__doc__ or "").partition("\n")[0]
@@ -68,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.add_argument("--traceback", action="store_true", help="show where an error comes from")
         subparser.set_defaults(run=command(subparser))
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help", "--version")):
         words.insert(0, COMMANDS[0].__name__)
     args = parser.parse_args(words)
     try:
@@ -78,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough; Python must not complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         if args.traceback:
             raise
-        print(f"glm5fn {words[0]}: {error}\n(--traceback shows where this comes from)", file=sys.stderr)
+        text = str(error).removeprefix(f"{words[0]}: ")
+        print(f"glm5fn {words[0]}: {text}\n(--traceback shows where this comes from)", file=sys.stderr)
         return 2

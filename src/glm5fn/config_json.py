@@ -19,6 +19,15 @@ _TEXT_FIELDS = {f.name for f in attrs.fields(Config)} - {"vision", "extra"}
 _TOP_FIELDS = {name for name in _TEXT_FIELDS if name.startswith(("image_", "video_"))} | {"tie_word_embeddings"}
 _VISION_FIELDS = {f.name for f in attrs.fields(VisionConfig)}
 _VISION_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+# Other ways to say what a text field says; read from either place too.
+_TEXT_ALIASES = {
+    "num_local_experts",
+    "linear_attn_config",
+    "first_k_dense_replace",
+    "index_topk_pattern",
+    "index_topk_freq",
+    "index_skip_topk_offset",
+}
 _LEGACY_LAYER_TYPES = {
     "full_attention": "indexed_attention",
     "attention": "indexed_attention",
@@ -65,6 +74,7 @@ class _Reader:
         self._check_model_type()
         self._check_quantization()
         vision = self._vision()
+        self._gather_aliases()
         for name in sorted(_TEXT_FIELDS):
             self._take(name)
         self._experts_alias()
@@ -119,6 +129,18 @@ class _Reader:
             self.fields[name] = values[0]
         elif found and name not in _NULLABLE:
             self.fields[name] = None
+
+    def _gather_aliases(self) -> None:
+        """Other names of text fields may stand at the top level too, as the fields themselves may."""
+        if self.text is self.top:
+            return
+        for name in sorted(_TEXT_ALIASES & self.top.keys()):
+            value = self.top.pop(name)
+            if self.text.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{name} must be the same in both places, got {self.text[name]!r} in text_config and {value!r} at "
+                    f"the top level."
+                )
 
     def _experts_alias(self) -> None:
         alias, name = "num_local_experts", "n_routed_experts"

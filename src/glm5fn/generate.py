@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from glm5fn.cache import ModelCache, capacity, init_cache
+from glm5fn.cache import ModelCache, check_tree, init_cache, limit_of, whole_number
 from glm5fn.config import Config
 from glm5fn.dims import check_dtype, check_shape
 from glm5fn.dispatch import ContractError
-from glm5fn.model import decode_step, prefill
+from glm5fn.model import check_params, decode_step, prefill
 from glm5fn.params import Params
 
-__all__ = ["Step", "generate", "sample"]
+__all__ = ["Step", "check_options", "generate", "sample"]
 
 
 class Step(NamedTuple):
@@ -107,8 +108,10 @@ def generate(
         A :class:`Step` per new token, until every row has finished or ``max_new_tokens`` is reached.
 
     Raises:
-        ContractError: on an empty prompt, a negative ``max_new_tokens``, a cache too small, or what :func:`sample`
-            refuses; before the first token.
+        ContractError: on an empty prompt, an option of another type or out of range, a stop token outside the
+            vocabulary, a cache too small, or what :func:`sample` refuses; before the first token.
+
+    Parameters may require gradients: steps run without them, while the code between two steps keeps its own mode.
 
     Example:
         >>> import torch, glm5fn
@@ -117,27 +120,54 @@ def generate(
         >>> len(steps), steps[-1].cache.length.tolist()
         (3, [4])
     """
+    check_params("generate", params, cfg)
     prompts, lengths = _prompts(tokens, params.embed.device)
-    if max_new_tokens < 0:
-        raise ContractError(f"generate: max_new_tokens must be at least 0, got {max_new_tokens}.")
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise ContractError(f"generate: prefill_chunk must be at least 1 or None, got {prefill_chunk}.")
-    _check_sampling("generate", temperature, top_p)
+    check_options(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, prefill_chunk=prefill_chunk
+    )
+    stop = cfg.eos_token_ids if stop is None else _stops(stop, params.embed.shape[0])
     own = cache is None
     needed = [length + max(max_new_tokens - 1, 0) for length in lengths]
     if cache is not None:
         _check_room(cache, needed)
     else:
         cache = init_cache(cfg, len(lengths), max(needed), device=params.embed.device, dtype=params.embed.dtype)
-    stops = torch.tensor(
-        cfg.eos_token_ids if stop is None else list(stop), dtype=torch.int64, device=params.embed.device
-    )
+    stops = torch.tensor(stop, dtype=torch.int64, device=params.embed.device)
     return _steps(
         params, cfg, prompts, lengths, cache, max_new_tokens, temperature, top_p, seed, stops,
         prefill_chunk, donate, own,
     )  # fmt: skip
 
 
+def check_options(
+    *, max_new_tokens: int, temperature: float, top_p: float, seed: int, prefill_chunk: int | None
+) -> None:
+    """Check what :func:`generate` can refuse without a model.
+
+    Raises:
+        ContractError: naming the option, its value and what it must be.
+    """
+    op = "generate"
+    whole_number(op, "max_new_tokens", max_new_tokens)
+    if prefill_chunk is not None:
+        whole_number(op, "prefill_chunk", prefill_chunk, 1)
+    if not -(1 << 63) <= whole_number(op, "seed", seed, None) < 1 << 64:
+        raise ContractError(f"{op}: seed must be a 64-bit number, got {seed}.")
+    _check_sampling(op, temperature, top_p)
+
+
+def _stops(stop: Any, vocabulary: int) -> list[int]:
+    listed = stop.tolist() if isinstance(stop, torch.Tensor) else stop
+    if isinstance(listed, str | bytes) or not hasattr(listed, "__iter__"):
+        raise ContractError(f"generate: stop must be a list of token ids, got {stop!r}.")
+    ids = [whole_number("generate", "stop", each) for each in listed]
+    wrong = [each for each in ids if each >= vocabulary]
+    if wrong:
+        raise ContractError(f"generate: stop must lie in 0..{vocabulary - 1} (the vocabulary), got {wrong}.")
+    return ids
+
+
+@torch.no_grad()  # around each step alone: torch switches it off while the generator waits
 def _steps(
     params: Params, cfg: Config, prompts: torch.Tensor, lengths: list[int], cache: ModelCache,
     max_new_tokens: int, temperature: float, top_p: float, seed: int, stops: torch.Tensor,
@@ -145,7 +175,7 @@ def _steps(
 ) -> Iterator[Step]:  # fmt: skip
     if max_new_tokens == 0:
         return
-    generator = torch.Generator(params.embed.device).manual_seed(seed)
+    generator = torch.Generator(params.embed.device).manual_seed(int(seed))
     logits, cache = _feed(params, cfg, prompts, lengths, cache, prefill_chunk, donate, own)
     finished = torch.zeros(len(lengths), dtype=torch.bool, device=prompts.device)
     token = prompts[:, 0]
@@ -179,14 +209,19 @@ def _feed(
 
 
 def _check_sampling(op: str, temperature: float, top_p: float) -> None:
-    if not temperature >= 0 or temperature == float("inf"):
-        raise ContractError(f"{op}: temperature must be a number from 0 up, got {temperature}.")
-    if not 0 < top_p <= 1:
-        raise ContractError(f"{op}: top_p must be in (0, 1], got {top_p}.")
+    if not _is_number(temperature) or not 0 <= temperature < float("inf"):
+        raise ContractError(f"{op}: temperature must be a number from 0 up, got {temperature!r}.")
+    if not _is_number(top_p) or not 0 < top_p <= 1:
+        raise ContractError(f"{op}: top_p must be in (0, 1], got {top_p!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_room(cache: ModelCache, needed: list[int]) -> None:
-    held, limit = cache.length.tolist(), capacity(cache)
+    check_tree("generate", cache)
+    held, limit = cache.length.tolist(), limit_of(cache)
     if len(held) != len(needed):
         raise ContractError(f"generate: there are {len(needed)} prompts, but cache has {len(held)} rows.")
     total, row = max((h + n, row) for row, (h, n) in enumerate(zip(held, needed, strict=True)))
@@ -199,14 +234,18 @@ def _check_room(cache: ModelCache, needed: list[int]) -> None:
 
 
 def _prompts(tokens: torch.Tensor | Sequence, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    forms = "generate: tokens must be a list of ids, a list of such lists, or a tensor [B, T]."
     if isinstance(tokens, torch.Tensor):
         check_shape("generate", "tokens", tokens, "B T", {})
         rows = list(tokens)
     else:
-        listed = [tokens] if len(tokens) and isinstance(tokens[0], int) else tokens
-        rows = [torch.as_tensor(row) for row in listed]
+        try:
+            one = len(tokens) and hasattr(tokens[0], "__index__") and not getattr(tokens[0], "shape", ())
+            rows = [torch.as_tensor(row) for row in ([tokens] if one else tokens)]
+        except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
+            raise ContractError(forms) from error
     if any(row.dim() != 1 for row in rows):
-        raise ContractError("generate: tokens must be a list of ids, a list of such lists, or a tensor [B, T].")
+        raise ContractError(forms)
     lengths = [len(row) for row in rows]
     if not lengths or min(lengths) == 0:
         raise ContractError(f"generate: every prompt must hold at least one token, got lengths {lengths}.")

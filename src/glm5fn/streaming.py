@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 from glm5fn.assets import shipped_checkpoint
-from glm5fn.cache import describe
+from glm5fn.cache import check_device, describe, whole_number
 from glm5fn.checkpoint import load_checkpoint
 from glm5fn.dispatch import Choice, ContractError, record_choices, use_backend
-from glm5fn.generate import Step, generate
+from glm5fn.dispatch.selection import environment
+from glm5fn.generate import Step, check_options, generate
 from glm5fn.params import count
 from glm5fn.tokenizer import load_tokenizer, stream_text
 
@@ -38,10 +41,23 @@ def stream(
     threads: int | None,
     prefill_chunk: int,
 ) -> int:
-    """Print ``prompt`` and its continuation to standard output as it comes, everything else to standard error."""
+    """Print ``prompt`` and its continuation to standard output as it comes, everything else to standard error.
+
+    What can be refused without the checkpoint is refused before it is read, and nothing is printed to standard output
+    before the first token is there.
+    """
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed,
+        "prefill_chunk": prefill_chunk,
+    }  # fmt: skip
+    check_options(**options)
+    _check_threads(threads)
+    check_device("generate", device)
+    frame = use_backend(backend) if backend is not None else nullcontext()
+    environment()
     folder = path or shipped_checkpoint()
     tokenizer = load_tokenizer(folder)
-    ids = tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)
+    ids = tokenizer.encode(_text(prompt))
     if not ids:
         raise ContractError("generate: the prompt is empty; it must hold at least one character.")
     began = time.perf_counter()
@@ -50,24 +66,41 @@ def stream(
     if threads is None and count(params) < SMALL:
         threads = 1
     if threads is not None:
-        if threads < 1:
-            raise ContractError(f"generate: threads must be at least 1, got {threads}.")
         torch.set_num_threads(threads)
     _note(f"prompt of {len(ids)} tokens, up to {max_new_tokens} more\n")
 
-    with use_backend(backend) if backend else nullcontext(), record_choices() as choices:
-        steps = generate(
-            params, cfg, ids,
-            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, prefill_chunk=prefill_chunk,
-        )  # fmt: skip
+    with frame, record_choices() as choices:
+        steps = generate(params, cfg, ids, **options)
         clock = _Clock(max_new_tokens)
-        print(tokenizer.decode_bytes(ids).decode(errors="replace"), end="", flush=True)
-        for piece in stream_text(tokenizer, _tokens(steps, clock, cfg.eos_token_ids)):
+        pieces = stream_text(tokenizer, _tokens(steps, clock, cfg.eos_token_ids))
+        first = next(pieces)
+        print(tokenizer.decode_bytes(ids).decode(errors="replace"), end=first, flush=True)
+        for piece in pieces:
             print(piece, end="", flush=True)
         print(flush=True)
     if clock.last is not None:
         _note(f"\n{clock.summary()}\n\n{describe(clock.last.cache)}\n\n{_who_ran(choices)}")
     return 0
+
+
+def _check_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    most = 4 * (os.cpu_count() or 1)
+    if whole_number("generate", "threads", threads, 1) > most:
+        raise ContractError(f"generate: threads must be at most {most}, four per core of this machine, got {threads}.")
+
+
+def _text(prompt: str) -> str:
+    """``prompt``, or all of standard input for ``-``."""
+    if prompt == "-" and sys.stdin is None:
+        raise ContractError("generate: the prompt is to come from standard input, but that is closed.")
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()  # bytes that were no text arrive as lone surrogates
+    except UnicodeError as error:
+        raise ContractError("generate: the prompt is not valid UTF-8.") from error
+    return text
 
 
 class _Clock:

@@ -46,7 +46,10 @@ class _HFTokenizer:
             from tokenizers import Tokenizer as HFTokenizer
         except ImportError as error:
             raise ImportError(f"{path} needs the package `tokenizers`: pip install tokenizers") from error
-        self._tokenizer = HFTokenizer.from_file(str(path))
+        try:
+            self._tokenizer = HFTokenizer.from_file(str(path))
+        except Exception as error:  # the package raises no narrower class
+            raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -62,19 +65,35 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     needs the package ``tokenizers``.
 
     Raises:
-        FileNotFoundError: if the folder holds neither.
+        FileNotFoundError: if there is no such folder, or it holds neither.
+        NotADirectoryError: if ``path`` is a file.
+        ValueError: if a file cannot be read as what it is named; the text names it.
         ImportError: if ``tokenizers`` is needed and not installed.
     """
     folder = Path(path)
-    settings = folder / "tokenizer_config.json"
-    kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
-    if kind == "ByteTokenizer":
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist; expected the folder of a checkpoint.")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; expected the folder of a checkpoint.")
+    if _class_name(folder / "tokenizer_config.json") == "ByteTokenizer":
         return ByteTokenizer()
     if (folder / "tokenizer.json").is_file():
         return _HFTokenizer(folder / "tokenizer.json")
     raise FileNotFoundError(
         f"{folder} has no tokenizer: expected tokenizer.json, or tokenizer_config.json with class ByteTokenizer."
     )
+
+
+def _class_name(settings: Path) -> object:
+    if not settings.is_file():
+        return None
+    try:
+        content = json.loads(settings.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{settings} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{settings} must hold a JSON object, got {type(content).__name__}.")
+    return content.get("tokenizer_class")
 
 
 def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:

@@ -15,9 +15,13 @@ from glm5fn import (
     ModelCache,
     cache_nbytes,
     capacity,
+    decode_step,
     describe,
     fork,
+    forward,
+    generate,
     init_cache,
+    prefill,
     select,
 )
 from glm5fn.cache import ring_size
@@ -106,6 +110,97 @@ def test_bad_sizes(options, message):
     assert str(error.value) == message
 
 
+FLOATS = "bfloat16, float16, float32, float64"
+
+
+@pytest.mark.parametrize("name", ["batch", "capacity", "num_spec"])
+@pytest.mark.parametrize("value", [1.5, 2.0, True, "1", None, [1], torch.tensor(1)], ids=repr)
+def test_sizes_that_are_no_whole_numbers(name, value):
+    with pytest.raises(ContractError) as error:
+        init_cache(CFG, **{"batch": 1, "capacity": 4} | {name: value})
+    assert str(error.value) == f"init_cache: {name} must be a whole number, got {value!r}."
+
+
+def test_sizes_of_another_integer_type():
+    numpy = pytest.importorskip("numpy")
+    cache = init_cache(CFG, numpy.int64(2), numpy.int32(4), num_spec=numpy.uint8(1))
+    assert_bitwise(cache, init_cache(CFG, 2, 4, num_spec=1))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, "float32", float, None],
+    ids=str,
+)
+def test_dtypes_that_are_no_activation_dtypes(dtype):
+    with pytest.raises(ContractError) as error:
+        init_cache(CFG, 1, 4, dtype=dtype)
+    assert str(error.value) == f"init_cache: dtype must be one of {FLOATS}, got {str(dtype).removeprefix('torch.')}."
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "privateuseone", 1.5])
+def test_devices_that_are_not_here(device):
+    with pytest.raises(ContractError) as error:
+        init_cache(CFG, 1, 4, device=device)
+    assert str(error.value).startswith(f"init_cache: device {str(device)!r} cannot be used here. ")
+
+
+# ------------------------------------------------------------------------------------------------------------ no caches
+
+
+CACHE = init_cache(CFG, 1, 4)
+NO_CACHES = {
+    "None": (None, "cache must be a ModelCache, got NoneType"),
+    "dict": ({}, "cache must be a ModelCache, got dict"),
+    "tuple": (tuple(CACHE), "cache must be a ModelCache, got tuple"),
+    "layer": (CACHE.layers[0], "cache must be a ModelCache, got KDACache"),
+    "list of layers": (CACHE._replace(layers=list(CACHE.layers)), "cache.layers must be a tuple, got list"),
+    "no layer": (
+        CACHE._replace(layers=(None, CACHE.layers[1])), "cache.layers[0] must be a KDACache or MLACache, got NoneType",
+    ),
+    "plain layer": (
+        CACHE._replace(layers=(tuple(CACHE.layers[0]), CACHE.layers[1])),
+        "cache.layers[0] must be a KDACache or MLACache, got tuple",
+    ),
+    "plain index": (
+        CACHE._replace(layers=(CACHE.layers[0], CACHE.layers[1]._replace(index=()))),
+        "cache.layers[1].index must be a IndexCache, got tuple",
+    ),
+    "list leaf": (
+        CACHE._replace(layers=(CACHE.layers[0]._replace(conv=[1.0]), CACHE.layers[1])),
+        "cache.layers[0].conv must be a Tensor, got list",
+    ),
+    "no leaf": (
+        CACHE._replace(layers=(CACHE.layers[0], CACHE.layers[1]._replace(latent=None))),
+        "cache.layers[1].latent must be a Tensor, got NoneType",
+    ),
+    "list of lengths": (CACHE._replace(length=[0]), "cache.length must be a Tensor, got list"),
+}  # fmt: skip
+PARAMS = inputs.params(CFG)
+TAKERS = {
+    "capacity": capacity,
+    "fork": fork,
+    "select": lambda cache: select(cache, [0]),
+    "describe": describe,
+    "cache_nbytes": cache_nbytes,
+    "forward": lambda cache: forward(PARAMS, CFG, torch.tensor([[1]]), cache),
+    "prefill": lambda cache: prefill(PARAMS, CFG, torch.tensor([[1]]), cache),
+    "decode_step": lambda cache: decode_step(PARAMS, CFG, torch.tensor([1]), cache),
+    "generate": lambda cache: generate(PARAMS, CFG, [1], max_new_tokens=1, cache=cache),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("kind", NO_CACHES)
+def test_what_is_no_cache(taker, kind):
+    cache, text = NO_CACHES[kind]
+    if cache is None and taker in ("forward", "generate"):
+        pytest.skip("None makes a new one there")
+    with pytest.raises(ContractError) as error:
+        TAKERS[taker](cache)
+    assert str(error.value) == f"{taker}: {text}. Use what init_cache or an earlier call returned."
+
+
 # ------------------------------------------------------------------------------------------------------ fork and select
 
 
@@ -141,6 +236,10 @@ def test_select(rows, num_spec):
         ([-1, 5], "select: rows must be in 0..2 for a cache of 3 rows, got [-1, 5]."),
         (torch.tensor([[0]]), "select: rows must be a list of row numbers, got int64 [1, 1]."),
         ([0.5], "select: rows must be a list of row numbers, got float32 [1]."),
+        ("a", "select: rows must be a list of row numbers, got 'a'."),
+        (None, "select: rows must be a list of row numbers, got None."),
+        ([0, "b"], "select: rows must be a list of row numbers, got [0, 'b']."),
+        ([[0], [0, 1]], "select: rows must be a list of row numbers, got [[0], [0, 1]]."),
         (torch.tensor([True, False, True]), "select: rows must be a list of row numbers, got bool [3]."),
     ],
 )

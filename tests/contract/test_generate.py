@@ -110,6 +110,33 @@ def test_stop_tokens_come_from_the_config(by_hand):
         assert chosen(run(PROMPT, cfg=cfg, stop=[])) == [tokens]
 
 
+def test_integers_of_any_type(by_hand):
+    numpy = pytest.importorskip("numpy")
+    tokens = by_hand[0]
+    end = tokens.index(tokens[3])
+    for of in (numpy.int64, numpy.int32, torch.tensor):
+        assert chosen(run([of(i) for i in PROMPT])) == [tokens]
+        assert chosen(run([[of(i) for i in PROMPT]])) == [tokens]
+    for stop in (numpy.array([tokens[3]]), [numpy.int64(tokens[3])], torch.tensor([tokens[3]]), {tokens[3]}):
+        assert chosen(run(PROMPT, stop=stop)) == [tokens[: end + 1]]
+    assert chosen(run(PROMPT, numpy.int64(3), prefill_chunk=numpy.int32(2), seed=numpy.int64(1))) == [tokens[:3]]
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_parameters_that_require_gradients(by_hand, donate):
+    """Nothing is kept for a backward pass, memory is reused all the same, and the caller's mode is its own."""
+    params = pytree.tree_map(lambda x: x.clone().requires_grad_(), PARAMS)
+    steps = generate(params, CFG, PROMPT, max_new_tokens=8, donate=donate)
+    assert torch.is_grad_enabled()
+    tokens = []
+    for step in steps:
+        assert torch.is_grad_enabled(), "between steps"
+        assert not any(x.requires_grad for x in pytree.tree_leaves(step))
+        tokens += step.token.tolist()
+    assert torch.is_grad_enabled()
+    assert tokens == by_hand[0]
+
+
 def test_nothing_to_do(backend):
     assert run(PROMPT, 0) == []
     assert len(run(PROMPT, 1)) == 1
@@ -273,13 +300,29 @@ def test_its_own_cache_has_the_dtype_of_the_model_and_just_enough_room(backend):
         ({"tokens": [[1, 2], [1.5]]}, "generate: tokens must be int64 or int32, got float32."),
         ({"tokens": torch.ones(1, 2)}, "generate: tokens must be int64 or int32, got float32."),
         ({"max_new_tokens": -1}, "generate: max_new_tokens must be at least 0, got -1."),
-        ({"prefill_chunk": 0}, "generate: prefill_chunk must be at least 1 or None, got 0."),
+        ({"prefill_chunk": 0}, "generate: prefill_chunk must be at least 1, got 0."),
         ({"temperature": -0.1}, "generate: temperature must be a number from 0 up, got -0.1."),
         ({"temperature": math.nan}, "generate: temperature must be a number from 0 up, got nan."),
         ({"temperature": math.inf}, "generate: temperature must be a number from 0 up, got inf."),
         ({"top_p": 0.0}, "generate: top_p must be in (0, 1], got 0.0."),
         ({"top_p": 1.01}, "generate: top_p must be in (0, 1], got 1.01."),
         ({"top_p": math.nan}, "generate: top_p must be in (0, 1], got nan."),
+        *(({"tokens": bad}, "generate: tokens must be a list of ids, a list of such lists, or a tensor [B, T].")
+          for bad in ("abc", None, [1, [2]], [[1], 2], {"a": 1}, 7, [None])),
+        ({"tokens": [True, False]}, "generate: tokens must be int64 or int32, got bool."),
+        *(({name: bad}, f"generate: {name} must be a whole number, got {bad!r}.")
+          for name, bads in {"max_new_tokens": (1.5, "3", None, True), "prefill_chunk": (1.5, "2", False),
+                             "seed": (1.5, None, "1", True)}.items() for bad in bads),
+        *(({"seed": bad}, f"generate: seed must be a 64-bit number, got {bad}.") for bad in (10**30, -(10**30))),
+        *(({"temperature": bad}, f"generate: temperature must be a number from 0 up, got {bad!r}.")
+          for bad in ("x", None, True, [1.0])),
+        *(({"top_p": bad}, f"generate: top_p must be in (0, 1], got {bad!r}.") for bad in ("x", None, True)),
+        *(({"stop": bad}, f"generate: stop must be a list of token ids, got {bad!r}.") for bad in (5, "ab", b"ab")),
+        *(({"stop": [1, bad]}, f"generate: stop must be a whole number, got {bad!r}.")
+          for bad in (10.9, "a", None, True, [2])),
+        ({"stop": [-1]}, "generate: stop must be at least 0, got -1."),
+        ({"stop": [V - 1, V, 1 << 70]},
+         f"generate: stop must lie in 0..{V - 1} (the vocabulary), got [{V}, {1 << 70}]."),
         ({"max_new_tokens": 4093},
          "init_cache: capacity must be at most the model's max_position_embeddings 4096, got 4097."),
     ],
@@ -289,6 +332,12 @@ def test_bad_arguments(backend, change, message):
     with pytest.raises(ContractError) as error:
         generate(PARAMS, CFG, **{"tokens": PROMPT, "max_new_tokens": 3} | change)
     assert str(error.value) == message
+
+
+@pytest.mark.nothing_runs
+def test_an_iterator_is_no_prompt(backend):
+    with pytest.raises(ContractError, match=r"^generate: tokens must be a list of ids, a list of such lists, or"):
+        generate(PARAMS, CFG, iter(PROMPT), max_new_tokens=3)
 
 
 @pytest.mark.parametrize(("held", "new", "total"), [(0, 7, 11), (3, 4, 11), (3, 5, 12), (4, 3, 11)])

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from glm5fn import ContractError, debug_donation, decode_step, fork, forward, init_cache, prefill, use_backend
 from glm5fn.model import hidden_states
-from glm5fn.params import named_leaves
+from glm5fn.params import abstract, map_named_leaves, named_leaves
 from glm5fn.testing.compare import assert_bitwise
 from glm5fn.testing.inputs import model as inputs
 from glm5fn.testing.poison import unchanged
@@ -89,6 +89,29 @@ def test_gradients_reach_every_parameter(backend):
     logits.square().sum().backward()
     still = {path for path, leaf in named_leaves(params) if leaf.grad is None or not leaf.grad.any()}
     assert still == {path for path, _ in named_leaves(params) if ".indexer." in path or path.endswith("ffn.bias")}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_changes_nothing(backend, dtype):
+    """Neither logits nor caches, in any of the calls."""
+    params = inputs.params(CFG, dtype=dtype)
+
+    def results():
+        first = forward(params, CFG, tokens(2, 9), lengths=[9, 6])
+        begun = prefill(params, CFG, tokens(2, 5), init_cache(CFG, 2, 12, dtype=dtype))
+        return (
+            first,
+            begun,
+            decode_step(params, CFG, tokens(2), begun[1], donate=True),
+            torch.is_autocast_enabled("cpu"),
+        )
+
+    with use_backend(backend):
+        expected = results()
+        with torch.autocast("cpu", dtype=torch.float16 if dtype == torch.bfloat16 else torch.bfloat16):
+            found = results()
+    assert (expected[-1], found[-1]) == (False, True), "the caller keeps its own mode"
+    assert_bitwise(found[:-1], expected[:-1])
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -226,6 +249,78 @@ def test_params_of_another_model(cache, name):
 
 
 @every_call
+@pytest.mark.parametrize(
+    ("change", "leaf", "found", "wanted"),
+    [
+        ({"index_kpool": 8}, "layers.1.attn.indexer.compress_ape", "[4, 4]", "[8, 4]"),
+        ({"n_routed_experts": 12}, "layers.1.ffn.gate", "[6, 24]", "[12, 24]"),
+        ({"hidden_size": 48}, "embed", "[61, 24]", "[61, 48]"),
+        ({"vocab_size": 10}, "embed", "[61, 24]", "[10, 24]"),
+        ({"kv_lora_rank": 8}, "layers.1.attn.kv_a", "[10, 24]", "[8, 24]"),
+        ({"mhc": False}, "", "", ""),
+        ({"mlp_layer_types": ["sparse"] * 4}, "", "", ""),
+        ({"layer_types": ["linear_attention"] * 4}, "", "", ""),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_params_of_another_config(cache, name, change, leaf, found, wanted):
+    call = {"forward": forward, "prefill": prefill, "decode_step": decode_step}[name]
+    cfg = attrs.evolve(CFG, **change)
+    if name == "decode_step":  # what is remembered of one config says nothing about another
+        decode_step(PARAMS, CFG, tokens(2), cache)
+    with unchanged(*pytree.tree_leaves((cache, PARAMS))), pytest.raises(ContractError) as error:
+        call(PARAMS, cfg, tokens(2) if name == "decode_step" else tokens(2, 1), cache)
+    assert str(error.value).startswith(f"{name}: params do not belong to cfg: params.{leaf}")
+    assert str(error.value).endswith("Use params and cfg of one load_checkpoint, or init_params(cfg).")
+    assert f"is {found}" in str(error.value)
+    assert f"must be {wanted}" in str(error.value)
+
+
+@every_call
+def test_one_leaf_of_other_params(cache, name):
+    call = {"forward": forward, "prefill": prefill, "decode_step": decode_step}[name]
+    batch = tokens(2) if name == "decode_step" else tokens(2, 1)
+    for path, leaf in named_leaves(PARAMS._replace(mtp=())):
+        other = map_named_leaves(lambda p, x, path=path: x[..., :-1] if p == path else x, PARAMS)
+        with pytest.raises(ContractError) as error:
+            call(other, CFG, batch, cache)
+        shape = list(leaf.shape)
+        assert str(error.value).startswith(
+            f"{name}: params do not belong to cfg: params.{path} is {[*shape[:-1], shape[-1] - 1]}, but for this cfg "
+            f"it must be {shape}."
+        )
+
+
+@every_call
+@pytest.mark.parametrize(
+    ("params", "cfg", "text"),
+    [
+        (None, CFG, "params must be a Params, got NoneType"),
+        (tuple(PARAMS), CFG, "params must be a Params, got tuple"),
+        (PARAMS, None, "cfg must be a Config, got NoneType"),
+        (CFG, PARAMS, "params must be a Params, got Config"),
+        (abstract(CFG), CFG, "params.embed must be a Tensor, got ParamInfo"),
+    ],
+    ids=["None", "tuple", "no cfg", "swapped", "abstract"],
+)
+def test_what_is_no_model(cache, name, params, cfg, text):
+    call = {"forward": forward, "prefill": prefill, "decode_step": decode_step}[name]
+    message = f"{name}: {text}. load_checkpoint returns both."
+    check(message, lambda: call(params, cfg, tokens(2) if name == "decode_step" else tokens(2, 1), cache), cache)
+
+
+@every_call
+@pytest.mark.parametrize("row", [0, 1])
+def test_negative_length(cache, name, row):
+    cache.length[row] = -3
+    message = (
+        f"{name}: cache.length must be at least 0, got -3 in row {row}. Use a cache as init_cache or an earlier call "
+        "returned it."
+    )
+    check(message, lambda: CALLS[name](tokens(2, 1), cache), cache)
+
+
+@every_call
 def test_tokens_on_another_device(cache, name):
     message = f"{name}: tokens and params must have the same device, got meta and cpu."
     check(message, lambda: CALLS[name](tokens(2, 1).to("meta"), cache), cache)
@@ -284,6 +379,9 @@ def test_no_limit_without_attention(backend):
         (torch.tensor([1.5, 2.0]), "[1.5, 2.0]"),
         (torch.tensor([True, True]), "[True, True]"),
         (torch.tensor(3), "3"),
+        (3, "3"),
+        ("ab", "['a', 'b']"),
+        ([None, 1], "[None, 1]"),
         (torch.tensor([[1, 2]]), "[[1, 2]]"),
     ],
     ids=str,

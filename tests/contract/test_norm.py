@@ -30,7 +30,7 @@ REFUSED = {
     "eps is negative": (lambda **k: rms_norm(X, W, eps=-1e-6, **k), "rms_norm: eps must be at least 0, got -1e-06."),
     "gate has another shape": (
         lambda **k: gated_rms_norm(X, G[:1], W, eps=0.0, **k),
-        "gated_rms_norm: gate must have the shape of x, [2, 3, 4], got [1, 3, 4].",
+        "gated_rms_norm: gate must be a tensor of the shape of x, [2, 3, 4], got [1, 3, 4].",
     ),
     "gate has another dtype": (
         lambda **k: gated_rms_norm(X, G.half(), W, eps=0.0, **k),

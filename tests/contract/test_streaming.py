@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from glm5fn import ContractError, generate, load_checkpoint, save_checkpoint
+from glm5fn import BackendUnavailable, ContractError, generate, load_checkpoint, save_checkpoint
+from glm5fn.dispatch.selection import environment
 from glm5fn.streaming import stream
 from glm5fn.testing.inputs import model as inputs
 
@@ -102,5 +103,71 @@ def test_threads(folder, capsys):
     assert torch.get_num_threads() == 2
     stream(str(folder), **OPTIONS | {"max_new_tokens": 1})
     assert torch.get_num_threads() == 1, "one thread is fastest for a model this small"
-    with pytest.raises(ContractError, match=r"^generate: threads must be at least 1, got 0\.$"):
-        stream(str(folder), **OPTIONS | {"threads": 0})
+
+
+class NothingIsRead:
+    """In place of a checkpoint's path: reading it is an error."""
+
+    def __fspath__(self):
+        raise AssertionError("the checkpoint was read")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"threads": 0}, "generate: threads must be at least 1, got 0."),
+        ({"threads": 10**6}, "generate: threads must be at most "),
+        ({"temperature": -1.0}, "generate: temperature must be a number from 0 up, got -1.0."),
+        ({"temperature": float("nan")}, "generate: temperature must be a number from 0 up, got nan."),
+        ({"top_p": 1.5}, "generate: top_p must be in (0, 1], got 1.5."),
+        ({"max_new_tokens": -1}, "generate: max_new_tokens must be at least 0, got -1."),
+        ({"seed": 10**30}, "generate: seed must be a 64-bit number, got "),
+        ({"prefill_chunk": 0}, "generate: prefill_chunk must be at least 1, got 0."),
+        ({"backend": "tritn"}, "use_backend: no backend named 'tritn'. Known: auto, "),
+        ({"backend": ""}, "use_backend: no backend named ''. Known: auto, "),
+        ({"device": "cuda:99"}, "generate: device 'cuda:99' cannot be used here. "),
+        ({"device": "nonsense"}, "generate: device 'nonsense' cannot be used here. "),
+    ],
+    ids=str,
+)
+def test_bad_options_are_found_before_anything_is_read(capsys, change, message):
+    with pytest.raises(ValueError, match=r"must be|cannot be used|no backend") as error:
+        stream(NothingIsRead(), **OPTIONS | change)
+    assert str(error.value).startswith(message)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("name", "value"), [("GLM5FN_BACKEND", "tritn"), ("GLM5FN_FALLBACK", "loud")])
+def test_bad_variables_are_found_before_anything_is_read(capsys, monkeypatch, name, value):
+    environment.cache_clear()
+    monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(ValueError, match=f"^{name}"):
+            stream(NothingIsRead(), **OPTIONS)
+    finally:
+        environment.cache_clear()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_backend_that_cannot_run_prints_no_text(folder, capsys):
+    with pytest.raises(BackendUnavailable):
+        stream(str(folder), **OPTIONS | {"backend": "ascendc"})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("from_input", [False, True])
+def test_a_prompt_that_is_no_text(folder, capsys, monkeypatch, from_input):
+    raw = b"f\xff"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+    prompt = "-" if from_input else raw.decode(errors="surrogateescape")
+    with pytest.raises(ContractError, match=r"^generate: the prompt is not valid UTF-8\.$"):
+        stream(str(folder), **OPTIONS | {"prompt": prompt})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_closed_standard_input(folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(
+        ContractError, match=r"^generate: the prompt is to come from standard input, but that is closed"
+    ):
+        stream(str(folder), **OPTIONS | {"prompt": "-"})

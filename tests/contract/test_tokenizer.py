@@ -194,6 +194,41 @@ def test_no_tokenizer(tmp_path, config):
     )
 
 
+def test_no_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist; expected the folder of a checkpoint\.$"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"file is a file; expected the folder of a checkpoint\.$"):
+        load_tokenizer(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"[]", "must hold a JSON object, got list."),
+        (b'"ByteTokenizer"', "must hold a JSON object, got str."),
+        (b"null", "must hold a JSON object, got NoneType."),
+        (b"{", "is not valid JSON: Expecting property name"),
+        (b"", "is not valid JSON: Expecting value"),
+        (b"\xff\xfe{}", "is not valid JSON: 'utf-8' codec can't decode"),
+    ],
+)
+def test_settings_that_cannot_be_read(tmp_path, content, problem):
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ValueError, match="tokenizer_config") as error:
+        load_tokenizer(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'tokenizer_config.json'} {problem}")
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"", b"\xff", b'{"model": {"type": "none"}}'])
+def test_a_tokenizer_that_cannot_be_read(tmp_path, content):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read") as error:
+        load_tokenizer(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'tokenizer.json'} cannot be read as a tokenizer: ")
+
+
 def test_the_package_is_named_when_it_is_missing(folder, monkeypatch):
     path = folder(byte_level)
     monkeypatch.setitem(sys.modules, "tokenizers", None)

@@ -91,13 +91,19 @@ def test_reload_env_makes_it_warn_again(toy):
 
 
 @pytest.mark.usefixtures("h100")
-def test_a_target_that_cannot_be_imported_is_a_reason_in_auto_and_an_error_by_name(toy):
-    with register("toy", "triton", "module_that_does_not_exist:toy"):
-        with pytest.warns(
-            BackendFallback, match="module_that_does_not_exist:toy cannot be imported: ModuleNotFoundError"
-        ):
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("module_that_does_not_exist:toy", "cannot be imported: ModuleNotFoundError"),
+        ("math:toy", "cannot be used: math has no function 'toy'"),
+        ("math:sqrt", "cannot be used: toy: an implementation must have the operation's signature"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_is_a_reason_in_auto_and_by_name(toy, target, reason):
+    with register("toy", "triton", target):
+        with pytest.warns(BackendFallback, match=f"{target} {reason}"):
             assert toy() == "reference"
-        with pytest.raises(ModuleNotFoundError, match="module_that_does_not_exist"):
+        with pytest.raises(BackendUnavailable, match=f"{target} {reason}"):
             toy(backend="triton")
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -130,6 +130,50 @@ def test_bad_input_is_explained_with_exit_code_2(capsys):
         main(["info", "--hardware", "TPU", "--traceback"])
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"glm5fn {glm5fn.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--device", "cuda:99"], "device 'cuda:99' cannot be used here. "),
+        (["--temperature", "-1"], "temperature must be a number from 0 up, got -1.0."),
+        (["--threads", "0"], "threads must be at least 1, got 0."),
+        (["--backend", "tritn"], "use_backend: no backend named 'tritn'."),
+        (["/nowhere/at/all"], "/nowhere/at/all does not exist; expected the folder of a checkpoint."),
+    ],
+    ids=str,
+)
+def test_a_command_is_named_once(capsys, words, text):
+    assert main(["generate", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"glm5fn generate: {text}")
+    assert err.endswith("\n(--traceback shows where this comes from)\n")
+
+
+def test_a_missing_package_is_explained(capsys, monkeypatch, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "tokenizer.json needs the package `tokenizers`: pip install tokenizers\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["info", "generate --max-new-tokens 1", "--version"])
+@pytest.mark.parametrize(("closed", "shown"), [(">&-", "standard output is closed"), (">&- 2>&-", "")])
+def test_a_closed_output(words, closed, shown):
+    command = f"{sys.executable} -m glm5fn {words} {closed}"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert found.stdout == ""
+    assert shown in found.stderr
+    assert "Traceback" not in found.stderr
+
+
 def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])

@@ -85,13 +85,11 @@ def _ask(
             by_call = by_call or (not reasons and found.unsupported is not None)
             reasons = reasons + found.limits(spec)
         if found is not None and not reasons and chosen is None and asked in (AUTO, backend):
-            try:
-                function = registry.load(found) if load else None
+            function, problem = registry.try_load(found) if load else (None, None)
+            if problem is None:
                 chosen = backend
-            except (ImportError, OSError) as error:
-                if asked != AUTO:
-                    raise
-                reasons = [f"{found.target} cannot be imported: {type(error).__name__}: {error}"]
+            else:
+                reasons = [problem]
         verdicts.append(Verdict(backend, tuple(reasons)))
         if chosen is not None and not full:
             break

@@ -183,6 +183,16 @@ def load(found: Implementation) -> Callable[..., Any]:
     return function
 
 
+def try_load(found: Implementation) -> tuple[Callable[..., Any] | None, str | None]:
+    """The function that runs ``found``, or why there is none: a reason like any other not to run there."""
+    try:
+        return load(found), None
+    except (ImportError, OSError) as error:
+        return None, f"{found.target} cannot be imported: {type(error).__name__}: {error}"
+    except (AttributeError, TypeError) as error:
+        return None, f"{found.target} cannot be used: {error}"
+
+
 def check_signature(declared: Op, function: Callable[..., Any]) -> None:
     """Check that ``function`` has the parameters of ``declared``: same names, order, kinds and defaults.
 

@@ -82,12 +82,10 @@ def _candidates(
         found = registry.implementation(name, candidate)
         if found is None or standing_reasons(name, candidate, hardware, asked):
             continue
-        try:
-            setattr(_HANDOVER, f"{name}__{candidate}", registry.load(found))
-        except (ImportError, OSError):
-            if asked != AUTO:
-                raise
+        function, problem = registry.try_load(found)
+        if problem is not None:
             continue
+        setattr(_HANDOVER, f"{name}__{candidate}", function)
         candidates.append((candidate, found.unsupported is not None))
         if found.unsupported is None:
             break
@@ -115,8 +113,12 @@ def _conclude(
     for candidate in order(name, asked):
         found = registry.implementation(name, candidate)
         reasons = (*standing_reasons(name, candidate, hardware, asked), *limits.get(candidate, ()))
-        if not reasons and candidate != chosen and found is not None and found.unsupported is not None:
-            reasons = ("its limits were not asked while torch.compile was tracing",)
+        if not reasons and candidate != chosen and found is not None:
+            problem = registry.try_load(found)[1]
+            if problem is not None:
+                reasons = (problem,)
+            elif found.unsupported is not None:
+                reasons = ("its limits were not asked while torch.compile was tracing",)
         verdicts.append(Verdict(candidate, reasons))
     choice = Choice(name, chosen, asked, source, tuple(verdicts))
     if chosen is None:

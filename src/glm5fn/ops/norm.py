@@ -72,8 +72,9 @@ def gated_rms_norm(
         tensor([0.4243, 0.5657])
     """
     _check_rows("gated_rms_norm", x, eps)
-    if gate.shape != x.shape:
-        raise ContractError(f"gated_rms_norm: gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}.")
+    found = list(gate.shape) if isinstance(gate, torch.Tensor) else type(gate).__name__
+    if found != list(x.shape):
+        raise ContractError(f"gated_rms_norm: gate must be a tensor of the shape of x, {list(x.shape)}, got {found}.")
     check_same("gated_rms_norm", "dtype", x=x, gate=gate)
     _check_weight("gated_rms_norm", x, weight)
     check_same("gated_rms_norm", "device", x=x, gate=gate, weight=weight)
