@@ -121,7 +121,8 @@ def kda_chunk(
         KDAOut: ``out [B, T, H, V]`` in the dtype of ``q`` and the new ``state``.
 
     Raises:
-        ContractError: if an argument has another shape, dtype, device or value than said above.
+        ContractError: if an argument has another shape, dtype or device than said above, or a bad offset or count.
+            The values of q, k, v, g and beta are not read.
 
     Source: Kimi Linear (arXiv:2510.26692), section 3.1, the chunkwise form.
 
@@ -221,7 +222,8 @@ def kda_verify(
         KDAOut: ``out [N, T, H, V]`` in the dtype of ``q``, and all states in ``state``.
 
     Raises:
-        ContractError: if an argument has another shape, dtype, device or value than said above.
+        ContractError: if an argument has another shape, dtype or device than said above, or a bad offset or count.
+            The values of q, k, v, g and beta are not read.
 
     Source: Kimi Linear (arXiv:2510.26692), equation 1; Leviathan et al., Speculative Decoding (arXiv:2211.17192).
 
