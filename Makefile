@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo test test-fast test-serial lint notebooks train clean
+.PHONY: demo test test-triton lint notebooks train clean
 
 demo: $(VENV)/.demo  ## install the library and continue a prompt with the checkpoint that ships with it
 	$(BIN)/glm5fn generate
@@ -13,6 +13,13 @@ demo: $(VENV)/.demo  ## install the library and continue a prompt with the check
 test: $(VENV)/.test  ## every test: the quick ones side by side, then those that measure time or memory, alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not serial"
 	$(BIN)/python -m pytest -m serial
+	$(MAKE) test-triton
+
+TRITON_OPS := norm conv kda mla indexer quant mhc
+TRITON_TESTS := tests/triton $(foreach kind,contract property,$(TRITON_OPS:%=tests/$(kind)/test_%.py)) tests/contract/test_moe.py
+
+test-triton: $(VENV)/.test  ## the Triton kernels in Triton's interpreter, which has to have a process of its own
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist worksteal --backend triton $(TRITON_TESTS)
 
 lint: $(VENV)/.test  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -37,5 +44,5 @@ $(VENV)/.demo: $(SOURCES) | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.test: $(SOURCES) | $(VENV)/bin/python
-	$(PIP) install -c constraints.txt -e '.[test,notebook,bench]'
+	$(PIP) install -c constraints.txt -e '.[test,triton,notebook,bench]'
 	touch $@ $(VENV)/.demo

@@ -159,6 +159,7 @@ def test_traceable(backend, case):
     assert_traceable(function, **call, backend=backend)
 
 
+@pytest.mark.needs("gradients")
 @pytest.mark.parametrize("case", calls())
 def test_gradients(backend, case):
     function, call = calls()[case]

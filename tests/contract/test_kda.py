@@ -278,6 +278,7 @@ def gradient_calls():
     }
 
 
+@pytest.mark.needs("gradients")
 @pytest.mark.parametrize("case", gradient_calls())
 def test_gradients(backend, case):
     function, call = gradient_calls()[case]
@@ -295,6 +296,7 @@ def test_gradients(backend, case):
     assert torch.autograd.gradcheck(result, tuple(leaves.values()))
 
 
+@pytest.mark.needs("gradients")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gate", ["bound", "strong", "mixed"])
 def test_gradients_stay_finite_under_strong_gates(backend, form, gate):

@@ -33,11 +33,11 @@ def rounded(op, result, dtype):
 
 @pytest.mark.parametrize("sizes", [{}, {"N": 1}, {"N": 2, "D": 1}, {"N": 5, "D": 3, "T": 1}], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_float64_is_the_definition(op, sizes, backend):
-    arguments = cases(op, dtype=torch.float64, **sizes)
+def test_widest_is_the_definition(op, sizes, backend, widest):
+    arguments = cases(op, dtype=widest, **sizes)
     found = OPS[op](**arguments, backend=backend)
-    wanted = getattr(exact, op)(**arguments)
-    torch.testing.assert_close(found, wanted if op == "mhc_post" else type(found)(*wanted), rtol=1e-10, atol=1e-10)
+    definition = functools.partial(getattr(exact, op), **arguments)
+    assert_within_budget(found, definition(), definition(dtype=widest), what=op)
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -68,12 +68,12 @@ def test_extreme_logits(spread, backend):
         (20, [[0.6224584, 0.3775406], [0.3775406, 0.6224584]]),
     ],
 )
-def test_sinkhorn_by_hand(iters, wanted, backend):
+def test_sinkhorn_by_hand(iters, wanted, backend, widest):
     """Logits [[1, 0], [0, 0]] come from the base alone."""
-    base = torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 0]).double()
-    streams, fn, scale = torch.ones(1, 1, 2, 3).double(), torch.zeros(8, 6).double(), torch.ones(3).double()
+    base = torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 0]).to(widest)
+    streams, fn, scale = (x.to(widest) for x in (torch.ones(1, 1, 2, 3), torch.zeros(8, 6), torch.ones(3)))
     comb = mhc_pre(streams, fn, base, scale, iters=iters, backend=backend).comb
-    torch.testing.assert_close(comb[0, 0], torch.tensor(wanted).double(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(comb[0, 0], torch.tensor(wanted).to(widest), rtol=0, atol=2e-7)
 
 
 def test_comb_is_doubly_stochastic(backend):
@@ -110,6 +110,7 @@ def test_fn_may_be_bfloat16_under_float32_streams(backend):
     )
 
 
+@pytest.mark.needs("gradients")
 @pytest.mark.parametrize("sizes", [{}, {"N": 1, "D": 3}], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_gradients(op, sizes, backend):
@@ -119,6 +120,7 @@ def test_gradients(op, sizes, backend):
     torch.autograd.gradcheck(lambda *xs: OPS[op](*xs, **options, backend=backend), leaves)
 
 
+@pytest.mark.no_launch
 @pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_empty(op, sizes, backend):
@@ -144,11 +146,19 @@ def test_nan_stays_with_its_token(op, backend):
 @pytest.mark.parametrize("op", OPS)
 def test_zero_streams_are_finite(op, backend):
     arguments = cases(op)
+    found = OPS[op](**arguments | {"streams": torch.zeros_like(arguments["streams"])}, backend=backend)
+    assert all(bool(x.isfinite().all()) for x in ([found] if op == "mhc_post" else found))
+
+
+@pytest.mark.needs("gradients")
+@pytest.mark.parametrize("op", OPS)
+def test_zero_streams_have_finite_gradients(op, backend):
+    arguments = cases(op)
     arguments["streams"] = torch.zeros_like(arguments["streams"]).requires_grad_()
     found = OPS[op](**arguments, backend=backend)
     results = [found] if op == "mhc_post" else list(found)
     sum(x.sum() for x in results).backward()
-    assert all(bool(x.isfinite().all()) for x in (*results, arguments["streams"].grad))
+    assert bool(arguments["streams"].grad.isfinite().all())
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -167,7 +177,7 @@ def test_inputs_any_strides_unchanged_and_unaliased(op, backend):
 
 @pytest.mark.parametrize("op", OPS)
 def test_traceable(op, backend):
-    assert_traceable(functools.partial(OPS[op], backend=backend), **cases(op))
+    assert_traceable(OPS[op], **cases(op), backend=backend)
 
 
 PRE_REFUSED = {

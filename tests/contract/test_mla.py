@@ -18,6 +18,9 @@ from glm5fn.testing.trace import assert_traceable
 
 DENSE = {"mla_prefill": mla_prefill, "mla_decode": mla_decode}
 FORMS = DENSE | {"mla_sparse": mla_sparse}
+PREFILL = pytest.param("mla_prefill", marks=pytest.mark.needs("kernel for mla_prefill"))
+every_dense_form = pytest.mark.parametrize("form", [PREFILL, "mla_decode"])
+every_form = pytest.mark.parametrize("form", [PREFILL, "mla_decode", "mla_sparse"])
 SHAPES = {
     "full": {"T": 9, "S": 9},
     "continued": {"T": 5, "S": 9},
@@ -35,8 +38,9 @@ def cases(form, *, lengths=None, J=6, **options):
     return make.mla_sparse(J=J, **options) if form == "mla_sparse" else make.mla_dense(lengths=lengths, **options)
 
 
+@pytest.mark.needs("float64")
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_float64_is_the_definition(form, shape, backend):
     arguments = cases(form, dtype=torch.float64, **SHAPES[shape])
     found = FORMS[form](**arguments, backend=backend)
@@ -45,15 +49,17 @@ def test_float64_is_the_definition(form, shape, backend):
 
 @pytest.mark.parametrize("lengths", [None, [150, 70]], ids=str)
 @pytest.mark.parametrize("T", [7, 150])
-@pytest.mark.parametrize("form", FORMS)
-def test_many_blocks_are_one(form, T, lengths, backend, monkeypatch):
-    monkeypatch.setattr("glm5fn.kernels.reference.mla._BLOCK_BYTES", 8000)
-    arguments = cases(form, T=T, S=150, J=9, H=2, lengths=lengths, dtype=torch.float64)
+@every_form
+def test_many_blocks_are_one(form, T, lengths, backend, widest, monkeypatch):
+    monkeypatch.setattr(f"glm5fn.kernels.{backend}.mla._BLOCK_BYTES", 8000)
+    arguments = cases(form, T=T, S=150, J=9, H=2, lengths=lengths, dtype=widest)
     found = FORMS[form](**arguments, backend=backend)
-    torch.testing.assert_close(found, getattr(exact, form)(**arguments), rtol=1e-10, atol=1e-10)
+    definition = functools.partial(getattr(exact, form), **arguments)
+    assert_within_budget(found, definition(), definition(dtype=widest), what=form)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.needs("gradients")
+@every_form
 def test_many_blocks_have_the_gradients_of_one(form, backend, monkeypatch):
     grads = []
     for limit in (8000, 64 << 20):
@@ -68,7 +74,7 @@ def test_many_blocks_have_the_gradients_of_one(form, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_low_precision_stays_within_the_budget(form, dtype, backend):
     arguments = cases(form, dtype=dtype, B=2, T=17, S=33, H=2, Dk=16, Dv=8, R=32, lengths=[33, 20])
     found = FORMS[form](**arguments, scale=0.3, backend=backend)
@@ -77,7 +83,7 @@ def test_low_precision_stays_within_the_budget(form, dtype, backend):
     assert_within_budget(found, definition(), definition(dtype=torch.float32).to(dtype), what=form)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_large_scores_do_not_overflow(form, backend):
     arguments = cases(form, T=9, S=9)
     arguments["q"] = arguments["q"] * 1e4
@@ -86,8 +92,9 @@ def test_large_scores_do_not_overflow(form, backend):
     assert_within_budget(found, definition(), definition(dtype=torch.float32).float(), what=form)
 
 
+@pytest.mark.needs("gradients")
 @pytest.mark.parametrize("shape", ["full", "ragged", "values_narrower"])
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_gradients(form, shape, backend):
     options = SHAPES[shape] | {"H": 2, "R": 3, "dtype": torch.float64}
     arguments = cases(form, **options)
@@ -97,7 +104,8 @@ def test_gradients(form, shape, backend):
     torch.autograd.gradcheck(lambda *xs: FORMS[form](*xs, **rest, backend=backend), leaves)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.needs("gradients")
+@every_form
 def test_gradient_of_unread_rows_is_zero_even_if_they_are_nan(form, backend):
     arguments = cases(form, B=2, T=3, S=9, J=3, lengths=[5, 4])
     if form == "mla_sparse":
@@ -115,17 +123,17 @@ def test_gradient_of_unread_rows_is_zero_even_if_they_are_nan(form, backend):
     assert all(bool(x.grad.isfinite().all()) for x in (latent, *leaves))
 
 
-@pytest.mark.parametrize("form", DENSE)
-def test_forms_agree(form, backend):
+@every_dense_form
+def test_forms_agree(form, backend, widest):
     for lengths in ([9, 9], [7, 3]):
-        arguments = make.mla_dense(B=2, T=5, S=9, lengths=lengths, dtype=torch.float64)
+        arguments = make.mla_dense(B=2, T=5, S=9, lengths=lengths, dtype=widest)
         dense = DENSE[form](**arguments, backend=backend)
         rest = {n: x for n, x in arguments.items() if n != "lengths"}
         sparse = mla_sparse(**rest, indices=make.all_indices(2, 5, 9, lengths), backend=backend)
-        torch.testing.assert_close(dense, sparse, rtol=1e-12, atol=1e-12)
+        assert_within_budget(dense, sparse, what=form)
 
 
-@pytest.mark.parametrize("form", DENSE)
+@every_dense_form
 def test_a_query_before_the_sequence_sees_nothing(form, backend):
     arguments = make.mla_dense(B=2, T=5, S=9, lengths=[2, 0])
     found = DENSE[form](**arguments, backend=backend)
@@ -152,7 +160,7 @@ def test_a_repeated_index_counts_twice(backend):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("form", DENSE)
+@every_dense_form
 def test_nan_reaches_exactly_the_queries_that_see_it(form, value, backend):
     clean = make.mla_dense(B=2, T=6, S=9, lengths=[9, 7])
     broken = clean | {"latent": clean["latent"].clone()}
@@ -176,7 +184,7 @@ def test_sparse_reads_only_selected_rows(backend):
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_nan_query_stays_in_its_place(form, backend):
     clean = cases(form, B=2, T=4, S=6)
     broken = clean | {"q": clean["q"].clone()}
@@ -187,8 +195,9 @@ def test_nan_query_stays_in_its_place(form, backend):
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.no_launch
 @pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}, {"S": 0}, {"H": 0}], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_empty(form, sizes, backend):
     arguments = cases(form, **{"B": 2, "T": 3, "S": 4, "H": 2, "Dk": 4, "Dv": 6} | sizes)
     found = FORMS[form](**arguments, backend=backend)
@@ -196,12 +205,13 @@ def test_empty(form, sizes, backend):
     assert bool((found == 0).all())
 
 
+@pytest.mark.no_launch
 def test_no_index_columns(backend):
     arguments = make.mla_sparse(J=0)
     assert bool((mla_sparse(**arguments, backend=backend) == 0).all())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_inputs_any_strides_unchanged_and_unaliased(form, backend):
     arguments = cases(form, T=4, S=6)
     wanted = FORMS[form](**arguments, backend=backend)
@@ -213,9 +223,9 @@ def test_inputs_any_strides_unchanged_and_unaliased(form, backend):
         assert all(found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for x in wrapped.values())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_traceable(form, backend):
-    assert_traceable(functools.partial(FORMS[form], backend=backend), **cases(form, T=4, S=6, lengths=[6, 3]))
+    assert_traceable(FORMS[form], **cases(form, T=4, S=6, lengths=[6, 3]), backend=backend)
 
 
 FLOATS = "bfloat16 or float16 or float32 or float64"
@@ -283,6 +293,7 @@ def test_refused_indices(what, backend):
 
 
 @pytest.mark.serial
+@pytest.mark.needs("gradients|kernel for mla_prefill")
 @pytest.mark.parametrize("lengths", [None, [8192]], ids=str)
 def test_prefill_never_holds_all_scores(lengths, backend):
     """All scores of these four heads would take 1024 MiB, the sequence itself takes 40."""
@@ -293,6 +304,7 @@ def test_prefill_never_holds_all_scores(lengths, backend):
 
 
 @pytest.mark.serial
+@pytest.mark.long
 def test_sparse_never_expands_what_was_not_selected(backend):
     """Keys and values of the whole cache would take 512 MiB, the cache in another layout 128, the chosen rows 32."""
     arguments = make.mla_dense(B=1, T=256, S=65536, H=16, Dk=64, Dv=64, R=512)

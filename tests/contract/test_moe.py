@@ -16,7 +16,11 @@ from glm5fn.testing.oracle import moe as exact
 from glm5fn.testing.poison import guarded, nan_empty, strided, unchanged
 from glm5fn.testing.trace import assert_traceable
 
+only_reference = pytest.mark.needs("kernel for moe_")
 OPS = {"moe_route": moe_route, "moe_experts": moe_experts, "clamped_swiglu": clamped_swiglu}
+every_op = pytest.mark.parametrize(
+    "op", [*(pytest.param(op, marks=only_reference) for op in ("moe_route", "moe_experts")), "clamped_swiglu"]
+)
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = {"top_k": 3, "n_group": 1, "topk_group": 1, "norm_topk": True, "scale": 2.5}
 ROUTES = {
@@ -53,6 +57,7 @@ def path(request, monkeypatch):
 # --- moe_route
 
 
+@only_reference
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
 def test_route_is_the_definition(route, ties, backend):
@@ -62,6 +67,7 @@ def test_route_is_the_definition(route, ties, backend):
     torch.testing.assert_close(found.weights, wanted[0], rtol=1e-10, atol=1e-10)
 
 
+@only_reference
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("route", ROUTES)
 def test_route_in_low_precision(route, dtype, backend):
@@ -74,6 +80,7 @@ def test_route_in_low_precision(route, dtype, backend):
     assert_within_budget(found.weights, wanted[0], low[0], what="weights")
 
 
+@only_reference
 def test_route_logits_are_float32(backend):
     """In bfloat16 the two logits would be equal and expert 0 would win."""
     x = torch.tensor([[[1.0, 1.0]]]).bfloat16()
@@ -82,18 +89,21 @@ def test_route_logits_are_float32(backend):
     assert moe_route(x, w_gate, None, **options, backend=backend).ids.item() == 1
 
 
+@only_reference
 def test_route_ties_go_to_the_lower_expert(backend):
     found = moe_route(torch.zeros(1, 1, 4), torch.ones(300, 4), None, **PLAIN | {"top_k": 8}, backend=backend)
     assert found.ids.flatten().tolist() == list(range(8))
     torch.testing.assert_close(found.weights, torch.full((1, 1, 8), 2.5 / 8))
 
 
+@only_reference
 def test_route_group_ties_go_to_the_lower_group(backend):
     options = PLAIN | {"n_group": 4, "topk_group": 2, "top_k": 6}
     found = moe_route(torch.zeros(1, 1, 4), torch.ones(12, 4), None, **options, backend=backend)
     assert found.ids.flatten().tolist() == list(range(6))
 
 
+@only_reference
 def test_route_bias_chooses_but_does_not_weigh(backend):
     arguments = make.moe_route(E=4) | PLAIN | {"top_k": 2, "norm_topk": False, "scale": 1.0}
     arguments["bias"] = torch.tensor([0.0, 100.0, 0.0, 50.0])
@@ -103,17 +113,20 @@ def test_route_bias_chooses_but_does_not_weigh(backend):
     torch.testing.assert_close(found.weights, scores[..., [1, 3]])
 
 
+@only_reference
 def test_route_without_bias(backend):
     arguments = make.moe_route(ties=True) | PLAIN
     assert_bitwise(moe_route(**arguments | {"bias": None}, backend=backend), moe_route(**arguments, backend=backend))
 
 
+@only_reference
 def test_route_vanishing_scores_do_not_divide_by_zero(backend):
     x = torch.full((1, 1, 4), 1000.0)
     found = moe_route(x, -torch.ones(5, 4), None, **PLAIN, backend=backend)
     assert bool((found.weights == 0).all())
 
 
+@only_reference
 @pytest.mark.parametrize("route", ["plain", "groups", "as they are"])
 def test_route_gradients(route, backend):
     arguments = make.moe_route(B=1, T=3, dtype=torch.float64) | ROUTES[route]
@@ -124,6 +137,7 @@ def test_route_gradients(route, backend):
 # --- moe_experts
 
 
+@only_reference
 @pytest.mark.parametrize("limit", [1.0, None])
 @pytest.mark.parametrize(
     "sizes", [{}, {"T": 1, "B": 1}, {"T": 30}, {"top_k": 5}, {"E": 1, "top_k": 1}, {"I": 1, "D": 1}], ids=str
@@ -134,6 +148,7 @@ def test_experts_are_the_definition(sizes, limit, path, backend):
     torch.testing.assert_close(found, exact.moe_experts(**arguments), rtol=1e-10, atol=1e-10)
 
 
+@only_reference
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_experts_in_low_precision(dtype, path, backend):
     arguments = make.moe_experts(dtype=dtype, D=32, I=16, T=9) | {"limit": 1.0}
@@ -143,6 +158,7 @@ def test_experts_in_low_precision(dtype, path, backend):
     assert_within_budget(found, exact.moe_experts(**arguments), low, what="moe_experts")
 
 
+@only_reference
 def test_experts_sum_is_rounded_once(path, backend):
     """Each expert adds 1 or 2^-9 of it; rounding after each addition in bfloat16 would lose the small ones."""
     x, ids = torch.ones(1, 1, 1).bfloat16(), torch.arange(5, dtype=torch.int32).view(1, 1, 5)
@@ -155,12 +171,14 @@ def test_experts_sum_is_rounded_once(path, backend):
     assert found.item() > unit.item()
 
 
+@only_reference
 def test_a_repeated_expert_counts_twice(path, backend):
     arguments = make.moe_experts(B=1, T=2, dtype=torch.float64) | {"limit": 1.0}
     arguments["ids"] = torch.tensor([[[3, 3], [0, 3]]], dtype=torch.int32)
     torch.testing.assert_close(moe_experts(**arguments, backend=backend), exact.moe_experts(**arguments))
 
 
+@only_reference
 @pytest.mark.parametrize("T", [2, 30])
 def test_unused_experts_are_not_read(T, path, backend):
     arguments = make.moe_experts(only=[1, 3], T=T) | {"limit": 1.0}
@@ -178,6 +196,7 @@ def test_unused_experts_are_not_read(T, path, backend):
     assert_bitwise(results[1], results[0])
 
 
+@only_reference
 def test_experts_gradients(path, backend):
     arguments = make.moe_experts(B=1, T=4, D=3, I=2, E=4, dtype=torch.float64)
     ids = arguments.pop("ids")
@@ -185,6 +204,7 @@ def test_experts_gradients(path, backend):
     torch.autograd.gradcheck(lambda x, *rest: moe_experts(x, ids, *rest, limit=0.5, backend=backend), leaves)
 
 
+@only_reference
 def test_nan_token_stays_in_its_place(path, backend):
     clean = make.moe_experts(T=9) | {"limit": 1.0}
     broken = clean | {"x": clean["x"].clone()}
@@ -199,7 +219,7 @@ def test_nan_token_stays_in_its_place(path, backend):
 
 
 @pytest.mark.parametrize("limit", [None, 1.0, 10.0])
-@pytest.mark.parametrize("dtype", [torch.float64, *LOW], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.needs("float64")), *LOW], ids=str)
 def test_swiglu_is_the_definition(dtype, limit, backend):
     gate_up = (8 * torch.randn(7, 2, 10, dtype=torch.float64)).to(dtype)
     found = clamped_swiglu(gate_up, limit=limit, backend=backend)
@@ -208,14 +228,15 @@ def test_swiglu_is_the_definition(dtype, limit, backend):
     assert_within_budget(found, exact.clamped_swiglu(gate_up, limit=limit), low.to(dtype), what="clamped_swiglu")
 
 
-def test_swiglu_clamps_the_gate_from_above_only(backend):
-    gate_up = torch.tensor([[-100.0, 5.0], [5.0, 100.0], [5.0, -100.0], [100.0, 5.0], [-3.0, 1.0]]).double()
+def test_swiglu_clamps_the_gate_from_above_only(backend, widest):
+    gate_up = torch.tensor([[-100.0, 5.0], [5.0, 100.0], [5.0, -100.0], [100.0, 5.0], [-3.0, 1.0]]).to(widest)
     silu = torch.nn.functional.silu
     wanted = [silu(torch.tensor(float(g)).double()) * u for g, u in [(-100, 2), (2, 2), (2, -2), (2, 2), (-3, 1)]]
     found = clamped_swiglu(gate_up, limit=2.0, backend=backend)
-    torch.testing.assert_close(found.flatten(), torch.stack(wanted))
+    torch.testing.assert_close(found.flatten(), torch.stack(wanted).to(widest))
 
 
+@pytest.mark.needs("gradients")
 def test_swiglu_gradients(backend):
     gate_up = (3 * torch.randn(4, 6, dtype=torch.float64)).requires_grad_()
     torch.autograd.gradcheck(lambda x: clamped_swiglu(x, limit=2.0, backend=backend), gate_up)
@@ -230,6 +251,7 @@ def test_swiglu_saturates_finitely(backend):
 # --- all three
 
 
+@only_reference
 @pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}], ids=str)
 def test_empty(sizes, backend):
     route = moe_route(**cases("moe_route", **sizes), backend=backend)
@@ -239,11 +261,16 @@ def test_empty(sizes, backend):
     assert clamped_swiglu(torch.zeros(0, 4), limit=1.0, backend=backend).shape == (0, 2)
 
 
+@pytest.mark.no_launch
+def test_swiglu_empty(backend):
+    assert clamped_swiglu(torch.zeros(0, 4), limit=1.0, backend=backend).shape == (0, 2)
+
+
 def tensors(arguments):
     return {n: x for n, x in arguments.items() if isinstance(x, torch.Tensor)}
 
 
-@pytest.mark.parametrize("op", OPS)
+@every_op
 def test_inputs_any_strides_unchanged_and_unaliased(op, backend):
     arguments = cases(op)
     wanted = OPS[op](**arguments, backend=backend)
@@ -257,18 +284,20 @@ def test_inputs_any_strides_unchanged_and_unaliased(op, backend):
         assert all(x.untyped_storage().data_ptr() not in own for x in results)
 
 
-@pytest.mark.parametrize("op", OPS)
+@every_op
 def test_traceable(op, backend):
-    assert_traceable(functools.partial(OPS[op], backend=backend), **cases(op))
+    assert_traceable(OPS[op], **cases(op), backend=backend)
 
 
+@only_reference
 def test_experts_need_no_host_read_when_captured(backend, monkeypatch):
     """Compiled, even large calls run as one graph and give what the eager path gives."""
     monkeypatch.setattr("glm5fn.kernels.reference.moe._FEW_BYTES", 0)
     arguments = cases("moe_experts", T=50)
+    wanted = moe_experts(**arguments, backend=backend)
     torch.compiler.reset()
     compiled = torch.compile(functools.partial(moe_experts, backend=backend), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(**arguments), moe_experts(**arguments, backend=backend), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(compiled(**arguments), wanted, rtol=1e-5, atol=1e-6)
 
 
 I32 = torch.int32

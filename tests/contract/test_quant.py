@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -90,7 +88,7 @@ def test_broken_rows_show_and_stay_in_place(value, backend):
     assert_bitwise((found.values[keep], found.scale[keep]), (wanted.values[keep], wanted.scale[keep]))
 
 
-@pytest.mark.parametrize("shape", [(0, 128), (2, 0, 4), (3, 2, 5, 16), (128,)], ids=str)
+@pytest.mark.parametrize("shape", [*(pytest.param(s, marks=pytest.mark.no_launch) for s in [(0, 128), (2, 0, 4)]), (3, 2, 5, 16), (128,)], ids=str)
 def test_shapes(shape, backend):
     x = torch.randn(shape).bfloat16()
     found = hadamard_quant_fp8(x, backend=backend)
@@ -116,7 +114,7 @@ def test_result_owns_its_memory(backend):
 
 
 def test_traceable(backend):
-    assert_traceable(functools.partial(hadamard_quant_fp8, backend=backend), hadamard_rows())
+    assert_traceable(hadamard_quant_fp8, hadamard_rows(), backend=backend)
 
 
 FLOATS = "bfloat16 or float16 or float32 or float64"

@@ -38,6 +38,7 @@ def test_definition(backend, dtype, W, lengths):
         assert_bitwise(found.state, exact[1].to(dtype))
 
 
+@pytest.mark.needs("float64")
 @pytest.mark.parametrize("T", TOKENS)
 def test_definition_in_float64(backend, T):
     call = make(T=T, dtype=torch.float64)._asdict()

@@ -11,6 +11,8 @@ from glm5fn.ops.mla import mla_decode, mla_prefill, mla_sparse
 from glm5fn.testing.inputs import mla as make
 
 DENSE = {"mla_prefill": mla_prefill, "mla_decode": mla_decode}
+PREFILL = pytest.param("mla_prefill", marks=pytest.mark.needs("kernel for mla_prefill"))
+every_dense_form = pytest.mark.parametrize("form", [PREFILL, "mla_decode"])
 few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 sizes = st.fixed_dictionaries(
     {
@@ -26,15 +28,16 @@ sizes = st.fixed_dictionaries(
 
 
 def close(a, b):
-    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    wide = {"rtol": 1e-9, "atol": 1e-9} if a.dtype == torch.float64 else {}
+    torch.testing.assert_close(a, b, **wide)
 
 
 @few
 @given(sizes=sizes, history=st.integers(0, 20), data=st.data())
-@pytest.mark.parametrize("form", DENSE)
-def test_cut_anywhere(form, backend, sizes, history, data):
+@every_dense_form
+def test_cut_anywhere(form, backend, widest, sizes, history, data):
     T, S = sizes["T"], sizes["T"] + history
-    arguments = make.mla_dense(**sizes, S=S, lengths=[S] * sizes["B"], dtype=torch.float64)
+    arguments = make.mla_dense(**sizes, S=S, lengths=[S] * sizes["B"], dtype=widest)
     whole = DENSE[form](**arguments, backend=backend)
     cut = data.draw(st.integers(0, T))
     parts = []
@@ -47,11 +50,11 @@ def test_cut_anywhere(form, backend, sizes, history, data):
 
 @few
 @given(sizes=sizes, data=st.data())
-@pytest.mark.parametrize("form", DENSE)
-def test_three_forms_are_one(form, backend, sizes, data):
+@every_dense_form
+def test_three_forms_are_one(form, backend, widest, sizes, data):
     S = sizes["T"] + 3
     lengths = data.draw(st.lists(st.integers(0, S), min_size=sizes["B"], max_size=sizes["B"]))
-    arguments = make.mla_dense(**sizes, S=S, lengths=lengths, dtype=torch.float64)
+    arguments = make.mla_dense(**sizes, S=S, lengths=lengths, dtype=widest)
     dense = DENSE[form](**arguments, backend=backend)
     arguments.pop("lengths")
     indices = make.all_indices(sizes["B"], sizes["T"], S, lengths)
@@ -61,11 +64,11 @@ def test_three_forms_are_one(form, backend, sizes, data):
 
 @few
 @given(sizes=sizes, data=st.data())
-@pytest.mark.parametrize("form", DENSE)
-def test_rows_are_independent(form, backend, sizes, data):
+@every_dense_form
+def test_rows_are_independent(form, backend, widest, sizes, data):
     B, S = sizes["B"], sizes["T"] + 3
     lengths = data.draw(st.lists(st.integers(0, S), min_size=B, max_size=B))
-    arguments = make.mla_dense(**sizes, S=S, lengths=lengths, dtype=torch.float64)
+    arguments = make.mla_dense(**sizes, S=S, lengths=lengths, dtype=widest)
     order = data.draw(st.permutations(range(B)))
     shuffled = {n: x[order] if n in ("q", "latent", "lengths") else x for n, x in arguments.items()}
     close(DENSE[form](**shuffled, backend=backend), DENSE[form](**arguments, backend=backend)[order])
@@ -75,8 +78,8 @@ def test_rows_are_independent(form, backend, sizes, data):
 
 @few
 @given(sizes=sizes, data=st.data())
-def test_unused_indices_and_their_order_change_nothing(backend, sizes, data):
-    arguments = make.mla_sparse(**sizes, S=12, J=5, dtype=torch.float64)
+def test_unused_indices_and_their_order_change_nothing(backend, widest, sizes, data):
+    arguments = make.mla_sparse(**sizes, S=12, J=5, dtype=widest)
     wanted = mla_sparse(**arguments, backend=backend)
     padded = torch.nn.functional.pad(arguments["indices"], (2, 3), value=-1)
     order = data.draw(st.permutations(range(10)))
@@ -85,10 +88,10 @@ def test_unused_indices_and_their_order_change_nothing(backend, sizes, data):
 
 @few
 @given(sizes=sizes, capacity=st.integers(0, 9))
-@pytest.mark.parametrize("form", DENSE)
-def test_capacity_beyond_the_length_changes_nothing(form, backend, sizes, capacity):
+@every_dense_form
+def test_capacity_beyond_the_length_changes_nothing(form, backend, widest, sizes, capacity):
     T = sizes["T"]
-    arguments = make.mla_dense(**sizes, S=T, lengths=[T] * sizes["B"], dtype=torch.float64)
+    arguments = make.mla_dense(**sizes, S=T, lengths=[T] * sizes["B"], dtype=widest)
     wanted = DENSE[form](**arguments, backend=backend)
     latent = torch.nn.functional.pad(arguments["latent"], (0, 0, 0, capacity), value=torch.nan)
     close(DENSE[form](**arguments | {"latent": latent}, backend=backend), wanted)

@@ -38,6 +38,7 @@ def test_definition(backend, dtype, D):
         assert_within_budget(found, define(torch.float64), define(torch.float32).to(dtype), what=name)
 
 
+@pytest.mark.needs("float64")
 def test_definition_in_float64(backend):
     x, gate, weight = (torch.randn(*s, dtype=torch.float64) for s in ((3, 9), (3, 9), (9,)))
     for name, (found, define) in calls(x, gate, weight, backend).items():

@@ -49,7 +49,23 @@ _REFERENCE = {
     "moe": ("moe_route", "moe_experts", "clamped_swiglu"),
 }
 
+_TRITON = {
+    "norm": ("rms_norm", "gated_rms_norm", "l2_norm"),
+    "conv": ("causal_conv1d", "causal_conv1d_update"),
+    "kda": ("kda_gate", "kda_chunk", "kda_recurrent", "kda_verify"),
+    "mla": ("mla_decode", "mla_sparse"),
+    "indexer": ("kpool_compress", "kpool_select"),
+    "quant": ("hadamard_quant_fp8",),
+    "mhc": ("mhc_pre", "mhc_pre_norm", "mhc_post"),
+    "moe": ("clamped_swiglu",),
+}
+
 TABLE: dict[str, dict[str, Kernel]] = {
     op: {"reference": Kernel(f"glm5fn.kernels.reference.{file}:{op}")} for file, ops in _REFERENCE.items() for op in ops
 }
 """``TABLE[op][backend]`` is the kernel of that operation on that backend."""
+
+for _file, _ops in _TRITON.items():
+    for _op in _ops:
+        _module = f"glm5fn.kernels.triton.{_file}"
+        TABLE[_op]["triton"] = Kernel(f"{_module}:{_op}", f"{_module}:unsupported")

@@ -11,7 +11,7 @@ import torch
 
 from glm5fn.testing.compare import assert_bitwise
 
-__all__ = ["guarded", "nan_empty", "strided", "unchanged"]
+__all__ = ["fenced", "guarded", "nan_empty", "strided", "unchanged"]
 
 
 @contextmanager
@@ -43,6 +43,46 @@ def _filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).min)
 
     return poisoned
+
+
+@contextmanager
+def fenced(*, margin: int = 64) -> Iterator[None]:
+    """As :func:`nan_empty`, and on leaving assert that nothing was written in the ``margin`` elements right before and
+    right after any of these tensors, or one from ``Tensor.new_zeros``.
+
+    Example:
+        >>> with fenced(margin=1):
+        ...     torch.empty(3).as_strided((4,), (1,), 1).zero_()  # one element too many
+        Traceback (most recent call last):
+        AssertionError: memory right after a new tensor [3] was written to: 1 of 1 elements differ, first at [0]: found
+        0.0, wanted nan
+    """
+    fences: list[tuple[torch.Tensor, torch.Size]] = []
+
+    def fence(make: Callable[..., torch.Tensor], *, poison: bool) -> Callable[..., torch.Tensor]:
+        def inside(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = make(*args, **kwargs)
+            if not x.is_contiguous() or x.device.type == "meta":
+                return _filled(lambda: x)() if poison else x
+            buffer = _filled(make_empty)(x.numel() + 2 * margin, dtype=x.dtype, device=x.device)
+            fences.append((buffer, x.shape))
+            view = buffer[margin : margin + x.numel()].view(x.shape)
+            return view if poison else view.copy_(x)
+
+        return inside
+
+    make_empty = torch.empty
+    with (
+        mock.patch.object(torch, "empty", fence(torch.empty, poison=True)),
+        mock.patch.object(torch, "empty_like", fence(torch.empty_like, poison=True)),
+        mock.patch.object(torch.Tensor, "new_empty", fence(torch.Tensor.new_empty, poison=True)),
+        mock.patch.object(torch.Tensor, "new_zeros", fence(torch.Tensor.new_zeros, poison=False)),
+    ):
+        yield
+    for buffer, shape in fences:
+        for side, edge in (("before", buffer[:margin]), ("after", buffer[len(buffer) - margin :])):
+            clean = _filled(torch.empty_like)(edge)
+            assert_bitwise(edge, clean, what=f"memory right {side} a new tensor {list(shape)} was written to")
 
 
 def guarded(x: torch.Tensor, *, margin: int = 64, value: float = torch.nan) -> torch.Tensor:

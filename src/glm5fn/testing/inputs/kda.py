@@ -9,8 +9,9 @@ import torch
 
 __all__ = ["BETAS", "GATES", "KEYS", "KDAInputs", "make", "offsets"]
 
-GATES = ("zero", "tiny", "uniform", "bound", "strong", "mixed")
-"""g = 0; −1e-6; uniform in [−5, 0]; −5 everywhere; −12 everywhere; a mix per channel and token, from 0 to −1000."""
+GATES = ("zero", "tiny", "mild", "uniform", "bound", "strong", "mixed")
+"""g = 0; −1e-6; uniform in [−0.05, 0], which carries far; uniform in [−5, 0]; −5 everywhere; −12 everywhere; a mix per
+channel and token, from 0 to −1000."""
 BETAS = ("uniform", "zero", "one")
 KEYS = ("random", "zero", "duplicate")
 """Random unit vectors; every third one zero; all nearly the same."""
@@ -71,8 +72,8 @@ def _gate(uniform: torch.Tensor, kind: str) -> torch.Tensor:
     constant = {"zero": 0.0, "tiny": -1e-6, "bound": -5.0, "strong": -12.0}
     if kind in constant:
         return torch.full_like(uniform, constant[kind])
-    if kind == "uniform":
-        return -5 * uniform
+    if kind in ("mild", "uniform"):
+        return (-0.05 if kind == "mild" else -5) * uniform
     levels = torch.tensor([0.0, -1e-6, -1e-2, -0.7, -5.0, -12.0, -1000.0], dtype=uniform.dtype)
     return levels[(uniform * len(levels)).long()]
 
