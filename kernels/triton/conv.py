@@ -56,9 +56,7 @@ def causal_conv1d_update(
     return out, new
 
 
-def _new_state(
-    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor | None, N: int, donate: bool
-) -> torch.Tensor:
+def _new_state(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor | None, N: int, donate: bool) -> torch.Tensor:
     if state is None:
         return x.new_empty(N, weight.shape[1] - 1, x.shape[2])
     return state if donate else x.new_empty(state.shape)

@@ -142,21 +142,23 @@ def conv_step_kernel(
             history += tl.cast(offset, tl.int64) * (s_row * UNIT)
             shift = tl.minimum(length, 1)
         if FILTER:
-            for t in range(0, T):
+            for t in range(T):
                 acc = tl.zeros((BLOCK_D,), tl.float32)
                 for w in tl.static_range(W):
                     source = t - (W - 1 - w)
                     tap = _window_row(
                         x_at, x_t * UNIT, history, s_row * UNIT, source, d_used, W, FROM_ZEROS
                     )  # fmt: skip
-                    acc += tap.to(tl.float32) * tl.load(weight + d * w_d + w * w_w, mask=d_used, other=0.0).to(tl.float32)
+                    acc += tap.to(tl.float32) * tl.load(weight + d * w_d + w * w_w, mask=d_used, other=0.0).to(
+                        tl.float32
+                    )
                 if BIAS:
                     acc += tl.load(bias + d * bias_d, mask=d_used, other=0.0).to(tl.float32)
                 if SILU:
                     acc = silu(acc)
                 place = out + (n * T + t) * D + d
                 tl.store(place, acc.to(out.dtype.element_ty), mask=d_used)
-        for row in range(0, W - 1 + length - shift):
+        for row in range(W - 1 + length - shift):
             value = _window_row(
                 x_at, x_t * UNIT, history, s_row * UNIT, row + shift - (W - 1), d_used, W, FROM_ZEROS
             )  # fmt: skip

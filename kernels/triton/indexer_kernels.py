@@ -29,13 +29,13 @@ def kpool_compress_kernel(
         g_at = gate + (b * g_b + p * g_p) * UNIT + (i * (1 if UNIT > 1 else g_i))[None, :]
         a_at = ape + i * (1 if UNIT > 1 else a_i)
         highest = tl.full((BLOCK_P, BLOCK_I), float("-inf"), tl.float32)
-        for j in range(0, KPOOL):
+        for j in range(KPOOL):
             score = tl.load(g_at + tl.cast(j, tl.int64) * (g_j * UNIT), mask=used, other=0.0).to(tl.float32)
             place = tl.load(a_at + tl.cast(j, tl.int64) * (a_j * UNIT), mask=i < I, other=0.0).to(tl.float32)
             highest = tl.maximum(highest, score + place[None, :])
         total = tl.zeros((BLOCK_P, BLOCK_I), tl.float32)
         acc = tl.zeros((BLOCK_P, BLOCK_I), tl.float32)
-        for j in range(0, KPOOL):
+        for j in range(KPOOL):
             score = tl.load(g_at + tl.cast(j, tl.int64) * (g_j * UNIT), mask=used, other=0.0).to(tl.float32)
             place = tl.load(a_at + tl.cast(j, tl.int64) * (a_j * UNIT), mask=i < I, other=0.0).to(tl.float32)
             weight = fast_exp(score + place[None, :] - highest)

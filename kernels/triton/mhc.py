@@ -132,9 +132,7 @@ def _collapse(
 
 
 @launch.opaque("(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor(a!) out) -> ()")
-def _mix(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor
-) -> None:
+def _mix(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor) -> None:
     from glm5fn.kernels.triton.mhc_kernels import mhc_post_kernel
 
     B, T, N, D = streams.shape

@@ -20,7 +20,9 @@ def unsupported(spec: Any) -> list[str]:
     reasons = limits.common(spec)
     R = spec.shapes["latent"][2]
     if R > _MOST_RANK:
-        reasons.append(f"R must be at most {_MOST_RANK}, because a head's mean of the latents stays on the chip, got {R}")
+        reasons.append(
+            f"R must be at most {_MOST_RANK}, because a head's mean of the latents stays on the chip, got {R}"
+        )
     return reasons
 
 

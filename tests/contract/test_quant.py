@@ -88,7 +88,11 @@ def test_broken_rows_show_and_stay_in_place(value, backend):
     assert_bitwise((found.values[keep], found.scale[keep]), (wanted.values[keep], wanted.scale[keep]))
 
 
-@pytest.mark.parametrize("shape", [*(pytest.param(s, marks=pytest.mark.no_launch) for s in [(0, 128), (2, 0, 4)]), (3, 2, 5, 16), (128,)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [*(pytest.param(s, marks=pytest.mark.no_launch) for s in [(0, 128), (2, 0, 4)]), (3, 2, 5, 16), (128,)],
+    ids=str,
+)
 def test_shapes(shape, backend):
     x = torch.randn(shape).bfloat16()
     found = hadamard_quant_fp8(x, backend=backend)

@@ -22,7 +22,9 @@ FILES = {
     "moe": ("clamped_swiglu",),
 }
 LAUNCHERS = {
-    op: getattr(importlib.import_module(f"glm5fn.kernels.triton.{file}"), op) for file, ops in FILES.items() for op in ops
+    op: getattr(importlib.import_module(f"glm5fn.kernels.triton.{file}"), op)
+    for file, ops in FILES.items()
+    for op in ops
 }
 MULTIPLIES_MATRICES = {"mla_project_kernel", "mla_attend_kernel", "kpool_score_kernel", "mhc_logits_kernel"}
 
